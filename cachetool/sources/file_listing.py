@@ -8,6 +8,7 @@ counted and the schema holds all of them; and rows will be read from the first t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
-from cachetool.sources.readers import bounded
+from cachetool.sources.readers import EmptyFile, bounded
 from cachetool.stores import Object, Store
 
 __all__ = ["Survey", "list_files"]
@@ -160,7 +161,11 @@ class _Look:
                 return [index_facts(self._kind, files.identified(at), index, get) for at, index in enumerate(present)]
         if not self._in_order and all(self._size(number, alone=alone) <= MAX_WHOLE for number in self._numbers):
             return []
-        return [self._record_file(number, ours) for number in self._numbers]
+        facts = [self._record_file(number, ours) for number in self._numbers]
+        like = next((one for one in facts if one.rows), None)
+        if like is not None:  # a file without samples has no schema of its own
+            facts = [one if one.rows else replace(one, schema=like.schema, names=like.names) for one in facts]
+        return facts
 
     def _size(self, number: int, *, alone: bool) -> int:
         """Bytes of a file; one of many whose listing does not tell is asked for when it is read, and may be refused."""
@@ -170,7 +175,13 @@ class _Look:
         """What one file is, all of whose records are looked at."""
         files = self._files
         with WholeFile(files, number, self._kind, self._options, ours) as whole:
-            opened = whole.opened()
+            try:
+                opened = whole.opened()
+            except EmptyFile as error:
+                if len(self._numbers) == 1:
+                    raise BadObject(str(error)) from None
+                self._skipped.append((files.name(number), "no samples in it"))
+                return FileFacts(rows=0, chunk=1, piece=0, schema=[], offsets={}, stored={}, cuts=[])
             self._skipped += [
                 (name if len(self._numbers) == 1 else f"{files.name(number)}: {name}", why)
                 for name, why in opened.skipped

@@ -207,7 +207,8 @@ class _Records:
         self._in_parts = np.zeros(len(table.rows), dtype=np.bool_)
         self._in_parts[np.unique(table.parts[:, 0])] = True
         by_path = table.kind.by_path or table.ours is not None
-        self.in_order = bool(not table.file_is_unit and not by_path and not self._in_parts.all())
+        apart = self._in_parts | (table.rows == 0)
+        self.in_order = bool(not table.file_is_unit and not by_path and not apart.all())
 
     def wants(self, run: Run) -> list[Want]:
         if not self._table.file_is_unit:
