@@ -55,10 +55,6 @@ def list_files(
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    if options.decode and kind.name == "npy":
-        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {store.url}")
-    if options.value_format is not None and kind.name != "lmdb":
-        raise UsageError(f"--value-format is for lmdb files; {store.url} holds {kind.name} files")
     seen = IndexSeen(store)
     listing = write_listing(
         folder, seen.note(pages), stem=EachFile(kind, alone=alone), url=store.url,
@@ -67,13 +63,18 @@ def list_files(
     if not listing.objects:
         return listing
     files = Files(store, listing, folder=local)
+    place = repr(files.name(0)) if alone else store.url
+    if options.decode and kind.name == "npy":
+        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {place}")
+    if options.value_format is not None and kind.name != "lmdb":
+        holds = f"is a {kind.name} file" if alone else f"holds {kind.name} files"
+        raise UsageError(f"--value-format is for lmdb files; {place} {holds}")
     if alone and local is not None:
         seen.ask_ours()
     facts = _Look(files, folder, kind, options, seen, survey).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
-        place = f"in {files.name(0)!r}" if alone else f"under {store.url}"
-        raise NotFound(f"no samples {place}: no rows in {where}")
+        raise NotFound(f"no samples {'in' if alone else 'under'} {place}: no rows in {where}")
     return listing
 
 
