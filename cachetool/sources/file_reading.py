@@ -18,6 +18,7 @@ from cachetool.sources.file_opening import (
     MAX_WHOLE,
     OpenedRows,
     WholeFile,
+    called,
     nameless,
     open_at,
     records_options,
@@ -234,7 +235,7 @@ class _Records:
                 self._open = run.file, WholeFile(self._files, run.file, self._kind, self._options, table.ours, layout)
             return self._open[1].read(run.start, run.stop)
         if self._kind.by_path or (table.ours is not None and self._kind.name == "tfrecord"):
-            block = self._by_path(bodies, item.key)
+            block = self._by_path(bodies, called(self._files, run.file, self._kind))
         else:
             if self._kind.name == "tar" and not table.file_is_unit:
                 bodies.append(memoryview(bytes(_TAR_END)))
