@@ -206,7 +206,7 @@ def convert(
     if source is not None:
         from cachetool.conversion.run import needs_out
 
-        raise needs_out(source)
+        raise needs_out(source, cache)
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=False, notify=notify) as opened:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, Shard
+from cachetool.cache.layout import cache_option
 from cachetool.conversion.in_place import replace_shards
 from cachetool.conversion.inputs import Survey, described, survey
 from cachetool.conversion.to_files import DEFAULT_PART, export, require_new
@@ -137,11 +138,12 @@ def preview(source: str | Path, options: SourceOptions, *, report: Report = sile
         return Preview(redact(str(source)), description["kind"], contents.samples, fields, contents.skipped)
 
 
-def needs_out(source: str | Path) -> UsageError:
-    """The error of an input without ``out``, which says how samples come into a cache."""
+def needs_out(source: str | Path, cache: str | Path | None = None) -> UsageError:
+    """The error of an input without ``out``, which says how samples come into ``cache``, as far as it is named."""
+    option = "" if cache is None else cache_option(Path(cache))
     return UsageError(
         "convert INPUT writes plain files: name a new folder for them with --out DIR;\n"
-        f"to have the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all"
+        f"to have the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all{option}"
     )
 
 
@@ -178,7 +180,7 @@ def convert(
     """
     began = time.monotonic()
     if source is not None and out is None:
-        raise needs_out(source)
+        raise needs_out(source, None if cache is None else cache.root)
     if cache is None and source is None:
         raise UsageError("name a cache, or both an input and --out")
     if source is not None and out is not None and options.dataset is not None:

@@ -8,6 +8,7 @@ counted and the schema holds all of them; and rows will be read from the first t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
-from cachetool.sources.readers import bounded
+from cachetool.sources.readers import EmptyFile, bounded
 from cachetool.stores import Object, Store
 
 __all__ = ["Survey", "list_files"]
@@ -54,10 +55,6 @@ def list_files(
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    if options.decode and kind.name == "npy":
-        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {store.url}")
-    if options.value_format is not None and kind.name != "lmdb":
-        raise UsageError(f"--value-format is for lmdb files; {store.url} holds {kind.name} files")
     seen = IndexSeen(store)
     listing = write_listing(
         folder, seen.note(pages), stem=EachFile(kind, alone=alone), url=store.url,
@@ -66,13 +63,18 @@ def list_files(
     if not listing.objects:
         return listing
     files = Files(store, listing, folder=local)
+    place = repr(files.name(0)) if alone else store.url
+    if options.decode and kind.name == "npy":
+        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {place}")
+    if options.value_format is not None and kind.name != "lmdb":
+        holds = f"is a {kind.name} file" if alone else f"holds {kind.name} files"
+        raise UsageError(f"--value-format is for lmdb files; {place} {holds}")
     if alone and local is not None:
         seen.ask_ours()
     facts = _Look(files, folder, kind, options, seen, survey).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
-        place = f"in {files.name(0)!r}" if alone else f"under {store.url}"
-        raise NotFound(f"no samples {place}: no rows in {where}")
+        raise NotFound(f"no samples {'in' if alone else 'under'} {place}: no rows in {where}")
     return listing
 
 
@@ -168,7 +170,11 @@ class _Look:
                 return [index_facts(self._kind, files.identified(at), index, get) for at, index in enumerate(present)]
         if not self._in_order and all(self._size(number, alone=alone) <= MAX_WHOLE for number in self._numbers):
             return []
-        return [self._record_file(number, ours) for number in self._numbers]
+        facts = [self._record_file(number, ours) for number in self._numbers]
+        like = next((one for one in facts if one.rows), None)
+        if like is not None:  # a file without samples has no schema of its own
+            facts = [one if one.rows else replace(one, schema=like.schema, names=like.names) for one in facts]
+        return facts
 
     def _size(self, number: int, *, alone: bool) -> int:
         """Bytes of a file; one of many whose listing does not tell is asked for when it is read, and may be refused."""
@@ -178,7 +184,13 @@ class _Look:
         """What one file is, all of whose records are looked at."""
         files = self._files
         with WholeFile(files, number, self._kind, self._options, ours) as whole:
-            opened = whole.opened()
+            try:
+                opened = whole.opened()
+            except EmptyFile as error:
+                if len(self._numbers) == 1:
+                    raise BadObject(str(error)) from None
+                self._skipped.append((files.name(number), "no samples in it"))
+                return FileFacts(rows=0, chunk=1, piece=0, schema=[], offsets={}, stored={}, cuts=[])
             self._skipped += [
                 (name if len(self._numbers) == 1 else f"{files.name(number)}: {name}", why)
                 for name, why in opened.skipped

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_WHOLE",
     "OpenedRows",
     "WholeFile",
+    "called",
     "nameless",
     "open_at",
     "records_options",
@@ -171,8 +172,7 @@ class WholeFile:
             path = self._files.path(self._number)
             if path is None:
                 path = self._stack.enter_context(_fetched(self._files, self._number))
-            name = self._files.item(self._number).key
-            with renamed(path, name):
+            with renamed(path, called(self._files, self._number, self._kind)):
                 self._source = open_at(path, self._kind, self._options, self._ours)
             self._stack.callback(self._source.close)
         return self._source
@@ -185,7 +185,7 @@ class WholeFile:
         """Samples ``start`` to ``stop``; of a file that is packed, cheapest where the last ones ended."""
         if self._by_path:
             source = cast(RandomAccess, self.opened())
-            with renamed(source.path, self._files.item(self._number).key):  # type: ignore[attr-defined]
+            with renamed(source.path, called(self._files, self._number, self._kind)):  # type: ignore[attr-defined]
                 blocks = list(run_of_blocks(source, start, stop, sample_bytes=self._sample_bytes))
             self._sample_bytes = max(1, blocks[-1].nbytes // len(blocks[-1]))
             return Block.concat(blocks)
@@ -215,6 +215,12 @@ class WholeFile:
         """Let go of the file."""
         self._running, self._rest, self._source = iter(()), None, None
         self._stack.close()
+
+
+def called(files: Files, number: int, kind: Kind) -> str:
+    """A file's name for messages; a file that every folder of its kind has is named with its folder."""
+    name = files.item(number).key
+    return f"{files.store.url.rstrip('/').rpartition('/')[2]}/{name}" if name in kind.marks else name
 
 
 def open_at(path: Path, kind: Kind, options: SourceOptions, ours: Exported | None) -> RandomAccess:

@@ -18,6 +18,7 @@ from cachetool.sources.file_opening import (
     MAX_WHOLE,
     OpenedRows,
     WholeFile,
+    called,
     nameless,
     open_at,
     records_options,
@@ -210,7 +211,8 @@ class _Records:
         self._in_parts = np.zeros(len(table.rows), dtype=np.bool_)
         self._in_parts[table.parts[:, 0]] = True
         by_path = table.kind.by_path or table.ours is not None
-        self.in_order = bool(not table.file_is_unit and not by_path and not self._in_parts.all())
+        apart = self._in_parts | (table.rows == 0)
+        self.in_order = bool(not table.file_is_unit and not by_path and not apart.all())
 
     def wants(self, run: Run) -> list[Want]:
         if not self._table.file_is_unit:
@@ -236,7 +238,7 @@ class _Records:
                 self._open = run.file, WholeFile(self._files, run.file, self._kind, self._options, table.ours, layout)
             return self._open[1].read(run.start, run.stop)
         if self._kind.by_path or (table.ours is not None and self._kind.name == "tfrecord"):
-            block = self._by_path(bodies, item.key)
+            block = self._by_path(bodies, called(self._files, run.file, self._kind))
         else:
             if self._kind.name == "tar" and not table.file_is_unit:
                 bodies.append(memoryview(bytes(_TAR_END)))

@@ -36,7 +36,7 @@ from cachetool.sources.images import ImageSurvey, packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import DrawOrder, order_of
-from cachetool.sources.readers import NOT_ASKED
+from cachetool.sources.readers import NOT_ASKED, EmptyFile
 from cachetool.sources.rows import joined
 from cachetool.sources.shapes import common_of, fitted
 from cachetool.stores import Store
@@ -263,6 +263,8 @@ class FilesSource:
             failed: BadObject | NotFound | None = None
             for number, (run, block) in enumerate(zip(batch.runs, run_blocks, strict=True)):
                 error = batch.errors.get(number)
+                if error is None and self._table.file_is_unit and not len(block):
+                    continue  # a file without samples has no schema that could fit
                 if error is None:
                     try:
                         wanted = packed(schema, block.schema) if self._images else schema
@@ -376,6 +378,9 @@ class FilesSource:
                     if not self._table.file_is_unit and not _in_order(run):
                         block = block.take(run.inside)
                     block = self._completed(run, block)
+                except EmptyFile as error:
+                    if len(self._table.rows) == 1:
+                        batch.errors[number] = BadObject(str(error))
                 except (BadObject, NotFound) as error:
                     batch.errors[number] = error
             out.append(Block.from_samples(_NOTHING, []) if block is None or number in batch.errors else block)

@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from cachetool.core.errors import AccessDenied, UsageError
@@ -44,6 +44,9 @@ from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import is_lmdb
 from cachetool.stores import Object, redact, split_url
 from cachetool.stores.redact import printable
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ENTRY_POINTS",
@@ -150,11 +153,25 @@ def kinds() -> dict[str, Kind]:
     all_kinds = {kind.name: kind for kind in _BUILT_IN}
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         if point.name not in all_kinds:
-            try:
-                all_kinds[point.name] = point.load()
-            except (ImportError, AttributeError) as error:
-                raise UsageError(f"kind {point.name!r} cannot be loaded from {point.value}: {error}") from error
+            all_kinds[point.name] = _loaded(point)
     return all_kinds
+
+
+def _loaded(point: EntryPoint) -> Kind:
+    """The kind that an entry point names. Listings keep the kind's own name, so the entry point must have the same."""
+    try:
+        kind = point.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"kind {point.name!r} cannot be loaded from {point.value}: {error}") from error
+    if not isinstance(kind, Kind):
+        raise UsageError(
+            f"kind {point.name!r} cannot be loaded from {point.value}: it is no cachetool.sources.kinds.Kind"
+        )
+    if kind.name != point.name:
+        raise UsageError(
+            f"the entry point {point.name!r} ({point.value}) names the kind {kind.name!r}; give both the same name"
+        )
+    return kind
 
 
 def kind_named(name: str) -> Kind:
@@ -275,9 +292,14 @@ class Census:
         names = [name for name in self._kinds if name is not None]
         if read_as == "files":
             if len(names) != 1:
-                there = f"files of {len(names)} kinds ({', '.join(sorted(names))})" if names else "none"
+                if names:
+                    raise UsageError(
+                        f"--read-as files: under {self.url} there are files of {len(names)} kinds"
+                        f" ({', '.join(sorted(names))}) that hold many samples; name one file, or a folder of one"
+                        " kind"
+                    )
                 raise UsageError(
-                    f"--read-as files: under {self.url} there are {there} that hold many samples; known are"
+                    f"--read-as files: under {self.url} there are none that hold many samples; known are"
                     f" {', '.join(kinds())}"
                 )
             return kind_named(names[0])

@@ -220,7 +220,7 @@ class ObjectsSource:
         if not samples:
             raise first_error or NotFound(f"no samples under {self.url}")
         pairs = [(sample.key, sample.shapes) for sample in samples]
-        schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields)
+        schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields, of_objects=True)
         for name in self._options.fields or ():
             if name not in schema:
                 raise UsageError(

@@ -27,6 +27,7 @@ from cachetool.stores.base import EXHAUSTED
 __all__ = [
     "NOT_ASKED",
     "ClosingFile",
+    "EmptyFile",
     "LeftOut",
     "LimitedAccess",
     "RandomAccess",
@@ -42,6 +43,13 @@ __all__ = [
 MAX_SKIPPED = 100
 """Names that :attr:`RandomAccess.skipped` lists; more are counted."""
 NOT_ASKED = "not asked for"
+
+
+class EmptyFile(BadObject):
+    """A sound file without samples: an error where it is the only file, but not among others.
+
+    Whoever opens files turns it into a plain :class:`BadObject`, because only that class crosses processes.
+    """
 
 
 class RandomAccess(Protocol):

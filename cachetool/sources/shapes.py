@@ -69,11 +69,14 @@ def nbytes_of(value: Value) -> int:
     return len(value) if isinstance(value, str | bytes) else 8
 
 
-def common_schema(samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Sequence[str] | None = None) -> Schema:
+def common_schema(
+    samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Sequence[str] | None = None, *, of_objects: bool = False
+) -> Schema:
     """The schema of ``samples``, pairs of a key and what its fields are; ``__key__`` comes last.
 
-    ``order`` gives the fields' order, default: that of the first sample. Raises :class:`BadObject` naming two samples
-    that have no schema in common.
+    ``order`` gives the fields' order, default: that of the first sample. ``of_objects``: the fields are objects of a
+    place, which may be files of many samples. Raises :class:`BadObject` naming two samples that have no schema in
+    common.
     """
     first_key = ""
     merged: dict[str, Shape] = {}
@@ -83,7 +86,7 @@ def common_schema(samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Seq
             first_key, merged = key, dict(shapes)
             from_key = dict.fromkeys(merged, key)
         elif shapes.keys() != merged.keys():
-            raise BadObject(_differing(first_key, list(merged), key, list(shapes)))
+            raise BadObject(_differing(first_key, list(merged), key, list(shapes), of_objects=of_objects))
         for name, shape in shapes.items():
             if shape != merged[name]:
                 merged[name] = _merge(name, from_key[name], merged[name], key, shape)
@@ -120,9 +123,16 @@ def _merge(name: str, key_a: str, a: Shape, key_b: str, b: Shape) -> Shape:
     )
 
 
-def _differing(key_a: str, a: list[str], key_b: str, b: list[str]) -> str:
+def _differing(key_a: str, a: list[str], key_b: str, b: list[str], *, of_objects: bool) -> str:
+    from cachetool.sources.kinds import kind_of
+
     only_a, only_b = list({*a} - {*b}), list({*b} - {*a})
     text = f"samples differ in their fields: {key_a!r} has {names_of(a)}; {key_b!r} has {names_of(b)};\n"
+    many = [
+        name for name in (*only_a, *only_b) if of_objects and (kind := kind_of(f"x.{name}")) and not kind.one_sample
+    ]
+    if many:
+        text += f"for the samples in the {names_of(many)} files use --read-as files; otherwise "
     if len(only_a) == len(only_b) == 1:
         return text + f"see --stem for how names are cut, or use --rename {only_a[0]}=X --rename {only_b[0]}=X"
     return text + "see --stem for how names are cut, or choose some with --fields"

@@ -28,7 +28,7 @@ from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.objects import Assembled, Assembler
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import LeftOut, reading
+from cachetool.sources.readers import EmptyFile, LeftOut, reading
 from cachetool.sources.shapes import Shape, common_schema, names_of, nbytes_of, shape_of
 
 __all__ = ["TarFile"]
@@ -83,7 +83,7 @@ class TarFile:
                 yield f"{self._file}: {sample.key}", sample.values
 
             if not self.samples:
-                raise BadObject(f"{self._file}: no samples in it{left_out.because()}")
+                raise EmptyFile(f"{self._file}: no samples in it{left_out.because()}")
 
         schema = common_schema(shapes(), self._options.fields)
         for name in self._options.fields or ():

@@ -36,6 +36,7 @@ from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
     NOT_ASKED,
+    EmptyFile,
     bounded,
     checked_key,
     field_names,
@@ -84,7 +85,7 @@ class TFRecordFile:
             _look(features, run, options, first=self.samples == 0)
             self.samples += len(run.examples)
         if not self.samples:
-            raise BadObject(f"{file}: no records in it")
+            raise EmptyFile(f"{file}: no records in it")
         skipped: list[tuple[str, str]] = []
         reasons = {
             name: NOT_ASKED if not options.wants(name) else feature.reason() for name, feature in features.items()

@@ -79,12 +79,14 @@ def test_a_foreign_input_goes_into_files_and_is_pulled_into_a_cache(
 
 
 def test_an_input_without_a_folder_is_refused_and_told_how_it_comes_into_a_cache(foreign: Path, tmp_path: Path) -> None:
-    """Whether a cache is named or open, before one is made."""
-    says = rf"--out DIR;\n.*cachetool pull {foreign}/x.npy --all"
+    """Whether a cache is named or open, before one is made; the advice names the same cache."""
+    says = rf"--out DIR;\n.*cachetool pull {foreign}/x.npy --all --cache {tmp_path}/cache$"
     with pytest.raises(UsageError, match=says):
         cachetool.convert(foreign / "x.npy", to="hdf5", cache=tmp_path / "cache", max_size="20MB")
     with open_cache(tmp_path / "cache", max_size="20MB") as cache, pytest.raises(UsageError, match=says):
         cache.convert(foreign / "x.npy", to="hdf5")
+    with pytest.raises(UsageError, match=r"x.npy --all$"):
+        cachetool.convert(foreign / "x.npy", to="hdf5")
     assert not (tmp_path / "cache").exists()
 
 

@@ -6,7 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
+
+import pytest
+
+from cachetool.core.errors import UsageError
+from cachetool.sources.kinds import ENTRY_POINTS, kinds
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_kind.py"
@@ -38,3 +44,20 @@ def test_it_passes_the_contract_of_kinds(tmp_path: Path) -> None:
     passed = re.search(r"(\d+) passed, \d+ deselected", done.stdout)
     assert passed is not None, done.stdout
     assert int(passed[1]) >= 8
+
+
+@pytest.mark.parametrize(
+    ("point", "says"),
+    [
+        ("rawrows = custom_kind:NOTHING", "kind 'rawrows' cannot be loaded from custom_kind:NOTHING: .* no attribute"),
+        ("rawrows = custom_kind:MAGIC", "kind 'rawrows' cannot be loaded from custom_kind:MAGIC: it is no .*Kind"),
+        ("raw = custom_kind:KIND", r"entry point 'raw' \(custom_kind:KIND\) names the kind 'rawrows'; .* same name"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used_is_named(point: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    name, _, value = point.partition(" = ")
+    points = [EntryPoint(name, value, ENTRY_POINTS)]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    with pytest.raises(UsageError, match=says):
+        kinds.__wrapped__()

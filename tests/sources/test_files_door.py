@@ -170,8 +170,14 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"pipe\.h5 is a device, a pipe or a socket"):
         open_files(tmp_path / "pipe.h5")
     np.save(tmp_path / "x.npy", np.arange(3))
-    with pytest.raises(UsageError, match=r"--value-format is for lmdb files; .* holds npy files"):
+    with pytest.raises(UsageError, match=r"--value-format is for lmdb files; 'x\.npy' is a npy file"):
         open_files(tmp_path / "x.npy", SourceOptions(value_format="npy"))
+    with pytest.raises(UsageError, match=r"--decode image .*: 'x\.npy'$"):
+        open_files(tmp_path / "x.npy", SourceOptions(decode="image"))
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.parquet").touch()
+    with pytest.raises(UsageError, match=r"lmdb files; .*/tables holds parquet files"):
+        open_files(tmp_path / "tables", SourceOptions(value_format="npy"))
 
 
 def test_options_cross_processes_as_json() -> None:

@@ -256,14 +256,14 @@ def test_an_empty_database_has_no_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"hello " * 1000, "it does not begin like one")])
 @pytest.mark.parametrize("name", ["x.lmdb", "folder/data.mdb"])
 def test_what_is_no_lmdb_file_is_said_to_be_none(tmp_path: Path, name: str, content: bytes, why: str) -> None:
-    """Not in the library's words about its own calls, and with the path once."""
+    """Not in the library's words about its own calls, and with the path once; a folder by its own name."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
 
     with pytest.raises(BadObject) as caught:
         open_files(path if name == "x.lmdb" else path.parent)
-    assert str(caught.value) == f"{path.name} is not an LMDB file: {why}"
+    assert str(caught.value) == f"{name} is not an LMDB file: {why}"
 
 
 def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from pathlib import Path
@@ -20,6 +21,8 @@ from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.sources.shapes import fitted
 from tests.sources.files import open_files
+from tests.sources.test_files_tfrecord import example
+from tests.sources.test_files_tfrecord import write as write_records
 
 ROWS = 40
 
@@ -200,3 +203,44 @@ def test_an_array_that_an_archive_lacks_is_not_made_up() -> None:
     block = Block.from_samples(schema.select(["x"]), [{"x": 1}])
     with pytest.raises(BadObject, match=r"'b\.tar' has the fields x, the dataset x, wave"):
         fitted(block, schema, "b.tar")
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord", "tfrecord.gz"])
+def test_an_empty_archive_among_others_has_no_samples(kind: str, tmp_path: Path) -> None:
+    """By both verbs, as with HDF5 and Parquet files; where there is no other file it is an error."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for name, count in (("a", 2), ("b", 0), ("c", 3)):
+        path = files / f"{name}.{kind}"
+        if kind == "tar":
+            write_tar(path, {f"{name}{n}": {"x": np.int64(n)} for n in range(count)})
+        else:
+            write_records(path, *[example(x=b"\x1a\x03\x0a\x01" + bytes([n])) for n in range(count)])
+            if kind.endswith("gz"):
+                path.write_bytes(gzip.compress(path.read_bytes()))
+
+    result = cachetool.convert(files, to="hdf5", out=tmp_path / "out", workers=1)
+    assert result.samples == 5
+    assert result.skipped == ((f"b.{kind}", "no samples in it"),)
+    assert len(pulled(files, tmp_path / "cache")) == 5
+    for name in ("a", "c"):
+        (files / f"{name}.{kind}").unlink()
+    with pytest.raises(BadObject, match=rf"b\.{kind}: no (samples|records) in it"):
+        pulled(files / f"b.{kind}", tmp_path / "cache", dataset="empty")
+
+
+def test_files_of_samples_among_other_objects_are_told_of_the_option_that_reads_them(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    write_hdf5(files / "a.h5", numbered(("x", "<f4", ())), "x")
+    (files / "plot.pdf").write_bytes(b"pdf")
+    for verb in (
+        lambda **how: cachetool.convert(files, to="hdf5", out=tmp_path / "out", **how).samples,
+        lambda **how: len(pulled(files, tmp_path / "cache", **how)),
+    ):
+        with pytest.raises(BadObject, match="samples in the h5 files use --read-as files"):
+            verb()
+        assert verb(read_as="files") == ROWS
+    write_tar(files / "b.tar", {"b": {"x": np.int64(1)}})
+    with pytest.raises(UsageError, match=r"2 kinds \(hdf5, tar\).*; name one file, or a folder of one kind"):
+        pulled(files, tmp_path / "more", read_as="files")
