@@ -202,7 +202,7 @@ class Forked:
             try:
                 os.dup2(get, 0)
                 os.dup2(put, 1)
-                os.closerange(3, 64)
+                os.closerange(3, 2**20)
                 sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
                 os.environ.clear()
                 os.environ.update(env)
