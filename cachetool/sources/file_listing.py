@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cachetool.core.errors import BadObject, NotFound, UsageError
+from cachetool.core.errors import BadObject, CorruptError, NotFound, UsageError
 from cachetool.core.schema import Schema
 from cachetool.sources.byte_source import Files, SourceFile, StoreRanges
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_opening import MAX_WHOLE, OpenedRows, WholeFile, rows_options
 from cachetool.sources.file_table import UNIT_BYTES, write_table
 from cachetool.sources.index import IndexSeen, index_facts
-from cachetool.sources.kinds import EachFile, Kind
+from cachetool.sources.kinds import OURS, EachFile, Kind
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
@@ -101,15 +101,20 @@ class _Look:
             return self._guarded(ours)
         else:
             facts = self._rows()
-        self._table(facts, ours=ours)
+        self._table(facts, ours)
         return facts
 
-    def _table(self, facts: list[FileFacts], **more: Any) -> None:
+    def _table(self, facts: list[FileFacts], ours: Exported | None, **more: Any) -> None:
+        if ours is not None and self._options.fields is None and not self._options.rename:
+            for name, file_facts in zip(ours.contents, facts, strict=False):  # no checksum is over the names of fields
+                if file_facts.schema and Schema.from_json(file_facts.schema) != ours.schema:
+                    raise CorruptError(f"{name}: its fields are not those that {OURS} says")
         parts = [part for number, file_facts in enumerate(facts) for part in _placed(self._files, number, file_facts)]
         skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)
         write_table(
             self._folder, self._kind, self._options, facts, files=len(facts) or len(self._numbers), parts=parts,
-            seen=self._files.seen(), mean=self._mean, in_order=self._in_order, **({"skipped": skipped} | more),
+            seen=self._files.seen(), mean=self._mean, in_order=self._in_order, ours=ours,
+            **({"skipped": skipped} | more),
         )  # fmt: skip
 
     def _rows(self) -> list[FileFacts]:
@@ -149,7 +154,7 @@ class _Look:
             facts = [FileFacts(**file_facts) for file_facts in opened.facts]
             _check(self._files, self._kind, facts)
             self._measure(opened, facts)
-            self._table(facts, roots=roots, folders=folders, skipped=opened.skipped, ours=ours)
+            self._table(facts, ours, roots=roots, folders=folders, skipped=opened.skipped)
         return facts
 
     def _measure(self, opened: OpenedRows | WholeFile, facts: list[FileFacts]) -> None:
