@@ -14,8 +14,9 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.core.errors import BadObject
+from cachetool.core.errors import BadObject, CorruptError
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.file_listing import Survey
 from tests.servers import folder_server, rclone_s3
 
 COUNT = 30
@@ -120,6 +121,20 @@ def test_a_damaged_file_is_named_and_can_be_left_out(to: str, objects: Path, tmp
 
     assert 0 < len(found) < COUNT
     check(found, of=range(COUNT - len(found), COUNT))
+
+
+@pytest.mark.parametrize("survey", ["probe", "all"])
+def test_a_file_whose_fields_are_not_those_that_were_written_is_refused(
+    survey: Survey, objects: Path, tmp_path: Path
+) -> None:
+    """No checksum is over the names of fields."""
+    out = written(objects, "hdf5", shard_size=2**16)
+    last = sorted(out.glob("part-*"))[-1]
+    with h5py.File(last, "r+") as file:
+        file.move("label", "labem")
+        file.attrs["cachetool"] = file.attrs["cachetool"].replace("label", "labem")
+    with pytest.raises(CorruptError, match=f"{last.name}: its fields are not those that dataset.json says"):
+        list_source(str(out), tmp_path / "listing", survey=survey)
 
 
 @pytest.mark.parametrize("about", [b"", b"[]", b"{}", b'{"format": "tfrecord", "parts": [1]}', None])
