@@ -55,9 +55,9 @@ def list_files(
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    seen = IndexSeen(store)
+    seen, stem = IndexSeen(store), EachFile(kind, alone=alone)
     listing = write_listing(
-        folder, seen.note(pages), stem=EachFile(kind, alone=alone), url=store.url,
+        folder, seen.note(pages), stem=stem, url=store.url,
         left_out=lambda: store.left_out, progress=progress,
     )  # fmt: skip
     if not listing.objects:
@@ -71,7 +71,7 @@ def list_files(
         raise UsageError(f"--value-format is for lmdb files; {place} {holds}")
     if alone and local is not None:
         seen.ask_ours()
-    facts = _Look(files, folder, kind, options, seen, survey).write(alone=alone)
+    facts = _Look(files, folder, kind, options, seen, survey, stem.others.listed()).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
         raise NotFound(f"no samples {'in' if alone else 'under'} {place}: no rows in {where}")
@@ -82,12 +82,21 @@ class _Look:
     """Finds out what the files of a listing hold."""
 
     def __init__(
-        self, files: Files, folder: Path, kind: Kind, options: SourceOptions, seen: IndexSeen, survey: Survey
+        self,
+        files: Files,
+        folder: Path,
+        kind: Kind,
+        options: SourceOptions,
+        seen: IndexSeen,
+        survey: Survey,
+        others: tuple[tuple[str, str], ...],
     ) -> None:
+        """``others``: what lies beside the files, and why it is left out."""
         self._files, self._folder, self._kind, self._options, self._seen = files, folder, kind, options, seen
         self._in_order = survey == "all"
         self._numbers = range(files.listing.objects)
         self._skipped: list[tuple[str, str]] = []
+        self._others = others
         self._mean = 0
 
     def write(self, *, alone: bool) -> list[FileFacts]:
@@ -114,7 +123,7 @@ class _Look:
         write_table(
             self._folder, self._kind, self._options, facts, files=len(facts) or len(self._numbers), parts=parts,
             seen=self._files.seen(), mean=self._mean, in_order=self._in_order, ours=ours,
-            **({"skipped": skipped} | more),
+            **(more | {"skipped": (*self._others, *more.get("skipped", skipped))}),
         )  # fmt: skip
 
     def _rows(self) -> list[FileFacts]:

@@ -14,10 +14,11 @@ tfrecord  ``.tfrecord`` ``.tfrecords`` ``.tfrec``, also with ``.gz``  one source
 lmdb      ``.lmdb`` ``.mdb``, or a folder with ``data.mdb``           one source, in the order of names
 ========  ==========================================================  ==================================
 
-A single file with another name is known by its first bytes. Any other folder is a folder of objects (``--read-as
-files``: of the files of one kind that are in it). Files that only describe others (``.idx``, ``.index``, checksums,
-``README.md``, names without an extension) do not count, nor what ``cachetool convert --out`` writes beside its files:
-``dataset.json`` and ``.extents``.
+A single file with another name is known by its first bytes. In a folder of several kinds the bytes decide: it is one
+of the files of many samples that have the most bytes, if these are at least half of all, and else one of objects
+(``--read-as`` decides otherwise). What is beside such files is left out and named. Files that only describe others
+(``.idx``, ``.index``, checksums, ``README.md``, names without an extension) do not count, nor what ``cachetool convert
+--out`` writes beside its files: ``dataset.json`` and ``.extents``.
 
 A package of its own adds a kind with an entry point in the group ``cachetool.sources``::
 
@@ -42,6 +43,7 @@ from urllib.parse import unquote
 from cachetool.core.errors import AccessDenied, UsageError
 from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import is_lmdb
+from cachetool.sources.readers import LeftOut
 from cachetool.stores import Object, redact, split_url
 from cachetool.stores.redact import printable
 
@@ -254,6 +256,8 @@ class Census:
     def __init__(self, url: str) -> None:
         self.url = redact(url)
         self._kinds: Counter[str | None] = Counter()
+        self._bytes: Counter[str | None] = Counter()
+        self._sized = True
         self._root = False
         self.exported: Object | None = None
         """Its ``dataset.json``, by which it may be a folder that ``convert --out`` wrote."""
@@ -262,23 +266,26 @@ class Census:
         """The pages, as they are."""
         for page in pages:
             for item in page:
-                self._count(item.key)
+                self._count(item)
                 if item.key == OURS:
                     self.exported = item
             yield page
 
-    def _count(self, key: str) -> None:
-        folder, _, name = key.rpartition("/")
-        if key == OURS or folder.partition("/")[0] == _EXTENTS or name in _ABOUT or name.endswith(_LOCKS):
+    def _count(self, item: Object) -> None:
+        folder, _, name = item.key.rpartition("/")
+        if _describes(item.key):
             return
         if name in _ZARR.marks and not folder:
             self._root = True
-        elif any(part.lower().endswith(_ZARR.suffixes) for part in folder.split("/")):
-            self._kinds["zarr"] += 1
-        elif kind := kind_of(name):
-            self._kinds[kind.name] += 1
-        elif not name.startswith(".") and "." in name and name.rpartition(".")[2].lower() not in _ASIDE:
-            self._kinds[None] += 1
+            return
+        if _in_zarr(folder):
+            kind: str | None = _ZARR.name
+        else:
+            found = kind_of(name)
+            kind = None if found is None else found.name
+        self._kinds[kind] += 1
+        self._bytes[kind] += max(0, item.size)
+        self._sized = self._sized and item.size >= 0
 
     def kind(self, read_as: str | None) -> Kind | None:
         """The kind of files that the place consists of; None for a folder of objects.
@@ -291,21 +298,34 @@ class Census:
             return _ZARR
         names = [name for name in self._kinds if name is not None]
         if read_as == "files":
-            if len(names) != 1:
-                if names:
-                    raise UsageError(
-                        f"--read-as files: under {self.url} there are files of {len(names)} kinds"
-                        f" ({', '.join(sorted(names))}) that hold many samples; name one file, or a folder of one"
-                        " kind"
-                    )
+            if not names:
                 raise UsageError(
                     f"--read-as files: under {self.url} there are none that hold many samples; known are"
                     f" {', '.join(kinds())}"
                 )
-            return kind_named(names[0])
-        if list(self._kinds) != names or len(names) != 1 or kind_named(names[0]).one_sample:
+            return kind_named(max(names, key=self._weight))
+        many = [name for name in names if not kind_named(name).one_sample]
+        if not many:
             return None
-        return kind_named(names[0])
+        largest = max(many, key=self._weight)
+        rest = [self._weight(name) for name in self._kinds if name != largest]
+        return kind_named(largest) if self._weight(largest) >= sum(rest) else None
+
+    def _weight(self, name: str | None) -> int:
+        return self._bytes[name] if self._sized else self._kinds[name]
+
+
+def _describes(key: str) -> bool:
+    """Whether a file only describes others, or is there for a program."""
+    folder, _, name = key.rpartition("/")
+    if key == OURS or folder.partition("/")[0] == _EXTENTS or name in _ABOUT or name.endswith(_LOCKS):
+        return True
+    told = kind_of(name) is not None or name in _ZARR.marks or _in_zarr(folder)
+    return not told and (name.startswith(".") or "." not in name or name.rpartition(".")[2].lower() in _ASIDE)
+
+
+def _in_zarr(folder: str) -> bool:
+    return any(part.lower().endswith(_ZARR.suffixes) for part in folder.split("/"))
 
 
 class EachFile(Stem):
@@ -315,6 +335,8 @@ class EachFile(Stem):
         """``alone``: the one object is such a file, whatever its name."""
         self.rule = f"{'file' if alone else 'files'}:{kind.name}"
         self._kind, self._alone = kind, alone
+        self.others = LeftOut()
+        """What is no such file, but for what only describes others."""
 
     def split(self, key: str) -> Part | str:
         """The file, or why it is none."""
@@ -323,5 +345,7 @@ class EachFile(Stem):
             if name.startswith("."):
                 return "hidden"
             if kind_of(name) is not self._kind:
+                if not _describes(key):
+                    self.others.add(key, f"no {self._kind.name} file; --read-as objects takes it")
                 return f"no {self._kind.name} files"
         return Part(key, "", "bytes")

@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import zarr
 
+import cachetool
 from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.sources import SourceOptions, guard
 from cachetool.sources.guard import read_block
+from cachetool.sources.kinds import Census
+from cachetool.stores import Object
 from tests.sources.files import file_kind, open_files, read, same
 from tests.sources.test_files_tar import write as write_tar
 from tests.sources.test_files_tfrecord import INTS, ONE, example
@@ -130,7 +133,7 @@ def test_names_of_other_tools(tmp_path: Path, name: str, kind: str) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """Files of one kind are one source, whatever describes them; among other objects they are objects too."""
+    """Files of one kind are one source, whatever describes them; of several kinds the one with the most bytes."""
     objects = tmp_path / "objects"
     objects.mkdir()
     np.save(objects / "0.npy", np.arange(3))
@@ -144,11 +147,68 @@ def test_folders(tmp_path: Path) -> None:
         (files / name).write_text("{}")
     assert file_kind(files) == "hdf5"
     write_lmdb(files / "b.lmdb")
-    assert file_kind(files) is None
-    with pytest.raises(UsageError, match=r"--read-as files: .* there are files of 2 kinds \(hdf5, lmdb\)"):
-        open_files(files, SourceOptions(read_as="files"))
-    with open_files(files / "b.lmdb") as source:
-        assert source.samples == 10
+    assert file_kind(files) == "lmdb"
+    for options in (SourceOptions(), SourceOptions(read_as="files")):
+        with open_files(files, options) as source:
+            assert source.samples == 10
+            assert source.skipped == (("a.h5", "no lmdb file; --read-as objects takes it"),)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["a.pdf", "b.pdf"],
+        ["a.h5.tmp"],
+        ["metadata.jsonl", "labels.csv", "README.md", "a.idx", "_SUCCESS"],
+        ["sub/notes.txt", "index.html"],
+        ["a.json", "b.json"],
+        ["a.npy"],
+    ],
+)
+def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
+    others: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name in "ab":
+        write_hdf5(folder / f"{name}.h5")
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    named = [name for name in others if not name.endswith((".md", ".idx", "_SUCCESS"))]
+
+    with open_files(folder) as source:
+        assert source.samples == 20
+        skipped = source.skipped
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        result = cache.pull(str(folder), everything=True, workers=1)
+    assert result.samples == 20
+    assert sorted(name for name, _ in result.left_out) == sorted(name for name, _ in skipped) == sorted(named)
+
+
+def test_objects_are_taken_on_request_where_files_of_samples_lie_beside(tmp_path: Path) -> None:
+    for name in "ab":
+        write_hdf5(tmp_path / f"{name}.h5")
+        (tmp_path / f"{name}.pdf").write_text("pdf")
+    with open_files(tmp_path, SourceOptions(read_as="objects")) as source:
+        assert source.samples == 2
+        assert set(source.schema.names) == {"h5", "pdf", "__key__"}
+
+
+def test_a_small_file_of_samples_among_objects_does_not_decide(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.jpg").write_bytes(bytes(20_000))
+        (tmp_path / f"{number}.h5").write_bytes(bytes(100))
+    assert file_kind(tmp_path) is None
+
+
+def test_where_no_sizes_are_told_the_number_of_files_decides(tmp_path: Path) -> None:
+    census = Census("http://a/")
+    pages = [[Object(f"{number}.h5", -1) for number in range(3)], [Object("x.pdf", 10**9)]]
+    assert list(census.count(iter(pages))) == pages
+    kind = census.kind(None)
+    assert kind is not None
+    assert kind.name == "hdf5"
 
 
 def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
