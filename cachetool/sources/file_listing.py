@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cachetool.core.errors import BadObject, CorruptError, NotFound, UsageError
-from cachetool.core.schema import Schema
+from cachetool.core.schema import KEY, Schema
 from cachetool.sources.byte_source import Files, SourceFile, StoreRanges
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_opening import MAX_WHOLE, OpenedRows, WholeFile, rows_options
@@ -115,8 +115,9 @@ class _Look:
 
     def _table(self, facts: list[FileFacts], ours: Exported | None, **more: Any) -> None:
         if ours is not None and self._options.fields is None and not self._options.rename:
+            written = [field for field in ours.schema if field.name != KEY or self._options.key]
             for name, file_facts in zip(ours.contents, facts, strict=False):  # no checksum is over the names of fields
-                if file_facts.schema and Schema.from_json(file_facts.schema) != ours.schema:
+                if file_facts.schema and list(Schema.from_json(file_facts.schema)) != written:
                     raise CorruptError(f"{name}: its fields are not those that {OURS} says")
         parts = [part for number, file_facts in enumerate(facts) for part in _placed(self._files, number, file_facts)]
         skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)

@@ -16,13 +16,14 @@ Run as ``python -m tests.faults.corruption FOLDER CUTS FLIPS SEED NAME...``; pri
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tarfile
 import traceback
@@ -30,8 +31,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +59,9 @@ from cachetool.formats.shard import (
 from cachetool.loaders.read.gather import Parts, gather, open_by_library
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import View
-from cachetool.proc import boot
 from cachetool.proc.task import Task
 from cachetool.sources import guard
-from tests.faults.damage import Case, Forked, Report, cases, look_at_all
+from tests.faults.damage import Case, Report, cases, look_at_all
 from tests.faults.world import SCHEMA, block
 from tests.sources.files import open_files
 
@@ -80,6 +79,7 @@ COUNT = 40
 CONVERTED = 5
 """One damaged shard of so many is converted too, which takes longer than all the rest."""
 Sums = npt.NDArray[np.uint64]
+T = TypeVar("T")
 
 
 def polite(error: CacheToolError, name: str) -> None:
@@ -476,7 +476,7 @@ def numcodecs_blosc() -> Any:
 
 def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Report:
     """Damage a file of others, and convert it."""
-    made = MAKERS[name](folder)
+    made = apart(lambda: MAKERS[name](folder))
 
     def read() -> tuple[Schema, Sums]:
         source = open_files(made.path)
@@ -487,9 +487,7 @@ def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) 
         finally:
             source.close()
 
-    whole: list[tuple[Schema, Sums]] = []
-    apart_with(read, whole)
-    schema, expected = whole[0]
+    schema, expected = apart(read)
     assert expected.shape[1] == COUNT
 
     def look(case: Case) -> str:
@@ -527,25 +525,25 @@ def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) 
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def apart(work: Callable[[], Any]) -> None:
-    """Do it in a process of its own: what forks later has no threads of a library."""
+def apart(work: Callable[[], T]) -> T:
+    """What it gives, done in a process of its own: what forks later has no threads and no sockets of a library."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            work()
+            writer.send(work())
             code = 0
         except BaseException:  # noqa: BLE001 - told by the exit code
             traceback.print_exc()
         finally:
             os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, "it could not be made"
-
-
-def apart_with(read: Callable[[], tuple[Schema, Sums]], out: list[tuple[Schema, Sums]]) -> None:
-    """The result of ``read``, which starts processes only."""
-    out.append(read())
+    writer.close()
+    with contextlib.suppress(EOFError), reader:
+        value: T = reader.recv()
+        os.waitpid(pid, 0)
+        return value
+    raise AssertionError("it could not be made")
 
 
 def look_at(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Report:
@@ -563,11 +561,6 @@ def look_at(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Rep
         shutil.rmtree(folder)
 
 
-def popen(command: Sequence[str], **options: Any) -> Any:
-    """A reader of files of others is a fork, anything else a program."""
-    return (Forked if "cachetool.sources.guarded" in command[-1] else subprocess.Popen)(command, **options)
-
-
 def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -> None:
     """Look at files of these kinds, one kind after another."""
     warnings.simplefilter("ignore")
@@ -577,7 +570,6 @@ def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -
         __import__(f"cachetool.formats.{module}")
         __import__(f"cachetool.sources.{module}")
     guard.CPU_SECONDS = 2
-    vars(boot)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=popen)
     exporting.LocalEngine = Here  # type: ignore[assignment, misc]
     for number, name in enumerate(names):
         report = look_at(folder / str(number), name, cuts=cuts, flips=flips, seed=seed)

@@ -2,7 +2,7 @@
 
 Each case is looked at in a process that was forked from one with every library imported, so that thousands of cases
 cost no thousand imports; a case that kills its process, or never ends, is counted and the next process goes on behind
-it. Processes that the product starts for foreign files are forked likewise (:class:`Forked`).
+it. Processes that the product starts for foreign files are forked likewise (:mod:`tests.zygote`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Case", "Forked", "Report", "applied", "cases", "look_at_all"]
+from tests.zygote import fork_zygote
+
+__all__ = ["Case", "Report", "applied", "cases", "look_at_all"]
 
 SILENCE = 60.0
 """Seconds for one case, after which it is taken to hang; a reader of a foreign file is given up long before."""
@@ -160,7 +161,8 @@ def _look_from(every: Sequence[Case], first: int, look: Callable[[Case], str], r
 def _child(every: Sequence[Case], first: int, look: Callable[[Case], str], tell: int, spare: Path) -> None:
     code = 1
     try:
-        begun = _high_water()
+        fork_zygote()
+        begun, resident = _high_water(), _resident()
         for number in range(first, len(every)):
             case, bad = every[number], ""
             spare.write_bytes(case.file.read_bytes())
@@ -172,7 +174,8 @@ def _child(every: Sequence[Case], first: int, look: Callable[[Case], str], tell:
             except Exception as error:  # noqa: BLE001 - whatever is raised here, a user would see as a traceback
                 outcome, bad = "traceback", f"{type(error).__name__}: {error}"[:300]
             value = {"number": number, "outcome": outcome, "bad": bad, "main": _high_water() - begun}
-            os.write(tell, json.dumps({**value, "guard": Forked.most_mib}).encode() + b"\n")
+            most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+            os.write(tell, json.dumps({**value, "guard": max(0, most - resident)}).encode() + b"\n")
         code = 0
     finally:
         os._exit(code)
@@ -184,58 +187,6 @@ def _high_water() -> int:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) >> 10
     return 0
-
-
-class Forked:
-    """Stands for ``subprocess.Popen`` in :mod:`cachetool.proc.boot`: the same function in a forked process, with
-    the same pipes and limits, without the imports."""
-
-    most_mib = 0
-    """Most memory that one of them took beyond this process's own."""
-
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
-        assert "cachetool.sources.guarded" in command[-1]
-        get, give = os.pipe()
-        take, put = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.dup2(get, 0)
-                os.dup2(put, 1)
-                os.closerange(3, 2**20)
-                sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
-                os.environ.clear()
-                os.environ.update(env)
-                from cachetool.sources.guarded import main
-
-                main()
-            finally:
-                os._exit(1)
-        os.close(get)
-        os.close(put)
-        self.stdin = os.fdopen(give, "wb")
-        self.stdout = os.fdopen(take, "rb", buffering=0)
-        self._begun = _resident()
-        self._code: int | None = None
-
-    def kill(self) -> None:
-        """End it."""
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, or minus the signal."""
-        if self._code is None:
-            handle = os.pidfd_open(self.pid)
-            try:
-                if not select.select([handle], [], [], timeout)[0]:
-                    raise subprocess.TimeoutExpired("a reader", timeout or 0.0)
-            finally:
-                os.close(handle)
-            _, status, used = os.wait4(self.pid, 0)
-            self._code = os.waitstatus_to_exitcode(status)
-            Forked.most_mib = max(Forked.most_mib, (used.ru_maxrss >> 10) - self._begun)
-        return self._code
 
 
 def _resident() -> int:
