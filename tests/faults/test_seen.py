@@ -39,7 +39,7 @@ def h5(path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_processes: None) -> Any:
     """The pid of a process that has a foreign file open; all of ``SECRETS`` are in the environment here."""
     for name in SECRETS:
         monkeypatch.setenv(name, CANARY)

@@ -276,8 +276,8 @@ def test_a_set_of_files_is_one_source(tmp_path: Path, server: Http) -> None:
         (("p.lmdb", "dataset.json", ".extents/p.lmdb/extents.bin"), "lmdb"),
         (("p.zarr/zarr.json", "p.zarr/c/0", "dataset.json", ".extents/p.zarr/extents.bin"), "zarr"),
         ((".zattrs", ".zarray", "0.0", "dataset.json"), "zarr"),
-        (("one/a.h5", "one/dataset.json"), None),
-        (("a.h5", "other.json"), None),
+        (("one/a.npy", "one/dataset.json"), None),
+        (("a.npy", "other.json"), None),
         (("dataset.json",), None),
     ],
 )

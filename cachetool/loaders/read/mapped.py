@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -427,7 +428,10 @@ class _Opened:
         else:
             if place.file not in self._maps:  # else memory for its values would be asked for before it is read
                 with missing_is_corrupt(path):
-                    size = os.stat(path).st_size
+                    status = os.stat(path)
+                if not stat.S_ISREG(status.st_mode):
+                    raise not_plain(path)
+                size = status.st_size
             check_inside(path, size, field, place.locate(np.arange(samples))[0], sizes)
         if field.kind != "fixed":
             value_sizes = np.full(samples, place.nbytes) if sizes is None else sizes
