@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.errors import AccessDenied, BadObject, NotFound
+from cachetool.core.errors import AccessDenied, BadObject, CorruptError, NotFound
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.formats.shard import CHECKSUMS_FILE
 from cachetool.sources.file_table import UNIT_BYTES
 from cachetool.sources.kinds import OURS, Kind
 from cachetool.sources.opening import FileFacts, units_of
-from cachetool.sources.ours import Exported, exported
+from cachetool.sources.ours import NOT_OURS, Exported, exported
 from cachetool.stores import Object, Store
 
 __all__ = ["IndexSeen", "index_facts"]
@@ -73,13 +75,21 @@ class IndexSeen:
             self._seen[OURS] = self._store.find(OURS)
 
     def exported(self, kind: Kind, names: Iterable[str], *, alone: bool) -> Exported | None:
-        """What files of ours hold; None for those of others."""
-        about = self._seen.get(OURS)
+        """What files of ours hold; None for those of others. Raises :class:`CorruptError` where what describes them is
+        damaged."""
+        about, names = self._seen.get(OURS), list(names)
         if about is None or not 0 <= about.size <= _MOST_ABOUT:
             return None
-        with contextlib.suppress(NotFound, AccessDenied):
-            return exported(self._store.get(about), kind.name, names, alone=alone)
-        return None
+        try:
+            ours = exported(self._store.get(about), kind.name, names, alone=alone)
+        except (NotFound, AccessDenied):
+            return None
+        if ours is None and names and not alone:  # one that was emptied says nothing of whom it is
+            for side in (EXTENTS_FILE, CHECKSUMS_FILE):
+                with contextlib.suppress(NotFound, AccessDenied, BadObject):
+                    self._store.find(f".extents/{names[0]}/{side}")
+                    raise CorruptError(NOT_OURS)
+        return ours
 
     def of(self, key: str) -> Object | None:
         """The index of a file; None when it has none, or is packed as a whole."""

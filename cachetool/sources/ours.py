@@ -33,7 +33,7 @@ from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
 from cachetool.stores import Store
 
-__all__ = ["DATASET_FILE", "LAYOUT", "Exported", "OurFile", "exported", "our_lmdb", "our_records"]
+__all__ = ["DATASET_FILE", "LAYOUT", "NOT_OURS", "Exported", "OurFile", "exported", "our_lmdb", "our_records"]
 
 
 def our_lmdb(path: Path, options: SourceOptions) -> OurFile | None:
@@ -113,9 +113,7 @@ def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alon
         if value["format"] == kind and (alone or contents.keys() == set(names)):
             return Exported(Schema.from_json(value["schema"]), {name: contents[name] for name in names})
     if sum(word in raw for word in _WORDS) >= len(_WORDS) // 2 + 1 and not alone:
-        raise CorruptError(
-            f"{DATASET_FILE} is not what cachetool convert writes of these files: one of them is missing or damaged"
-        )
+        raise CorruptError(NOT_OURS)
     return None
 
 
@@ -171,6 +169,8 @@ class OurFile(ClosingFile):
 
 
 DATASET_FILE = "dataset.json"
+NOT_OURS = f"{DATASET_FILE} is not what cachetool convert writes of these files: one of them is missing or damaged"
+"""Said of a folder that ``convert --out`` wrote."""
 LAYOUT = 1
 """Of :data:`DATASET_FILE` and the folder around it."""
 _WORDS = (b'"layout"', b'"format"', b'"schema"', b'"content"', b'"parts"')

@@ -137,15 +137,20 @@ def test_a_file_whose_fields_are_not_those_that_were_written_is_refused(
         list_source(str(out), tmp_path / "listing", survey=survey)
 
 
-@pytest.mark.parametrize("about", [b"", b"[]", b"{}", b'{"format": "tfrecord", "parts": [1]}', None])
-def test_records_beside_which_nothing_tells_what_they_hold_are_those_of_others(
-    about: bytes | None, objects: Path, tmp_path: Path
+@pytest.mark.parametrize("about", [b"", b"[]", b"{}", b'{"format": "tfrecord", "parts": [1]}'])
+@pytest.mark.parametrize("to", ["tfrecord", "lmdb", "hdf5", "zarr"])
+def test_a_folder_of_ours_whose_description_was_emptied_is_refused(
+    to: str, about: bytes, objects: Path, tmp_path: Path
 ) -> None:
+    out = written(objects, to)
+    (out / "dataset.json").write_bytes(about)
+    with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool convert writes of these files"):
+        list_source(str(out), tmp_path / "listing")
+
+
+def test_records_beside_which_nothing_tells_what_they_hold_are_those_of_others(objects: Path, tmp_path: Path) -> None:
     out = written(objects, "tfrecord")
-    if about is None:
-        (out / "dataset.json").unlink()
-    else:
-        (out / "dataset.json").write_bytes(about)
+    (out / "dataset.json").unlink()
     with pulled(out, tmp_path / "listing") as source:
         schema = source.probe(np.arange(1)).schema
 
