@@ -65,7 +65,7 @@ __all__ = [
 
 
 Pass = tuple[int, int, tuple[int, ...]]
-"""What the positions of a pass are of: its number, units, segments."""
+"""A pass: its number, its units and its segments."""
 
 
 OF_NODE = "over IS NOT NULL"
@@ -433,8 +433,8 @@ class Copies:
 
 
 def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
-    """What snapshots to come have of ``source``, draws of the pass ``but`` left out; a retiring shard is in none of
-    these."""
+    """List what snapshots to come have of ``source``, draws of the pass ``but`` left out. No such snapshot has a
+    retiring shard."""
     rows = connection.execute(
         "SELECT id, pass_number, draws FROM shards"
         " WHERE source = :source AND state = 'ready' AND pass_number IS NOT :but UNION ALL"

@@ -75,8 +75,8 @@ class IndexSeen:
             self._seen[OURS] = self._store.find(OURS)
 
     def exported(self, kind: Kind, names: Iterable[str], *, alone: bool) -> Exported | None:
-        """What files of ours hold; None for those of others. Raises :class:`CorruptError` where what describes them is
-        damaged."""
+        """Read what ``dataset.json`` says of files that ``convert`` wrote; None for files of others. Raises
+        :class:`CorruptError` for a ``dataset.json`` that is damaged."""
         about, names = self._seen.get(OURS), list(names)
         if about is None or not 0 <= about.size <= _MOST_ABOUT:
             return None

@@ -316,12 +316,13 @@ class Census:
 
 
 def _describes(key: str) -> bool:
-    """Whether a file only describes others, or is there for a program."""
+    """True for a file that only describes others, or that is there for a program."""
     folder, _, name = key.rpartition("/")
     if key == OURS or folder.partition("/")[0] == _EXTENTS or name in _ABOUT or name.endswith(_LOCKS):
         return True
-    told = kind_of(name) is not None or name in _ZARR.marks or _in_zarr(folder)
-    return not told and (name.startswith(".") or "." not in name or name.rpartition(".")[2].lower() in _ASIDE)
+    if not (name.startswith(".") or "." not in name or name.rpartition(".")[2].lower() in _ASIDE):
+        return False  # of a million keys most end here
+    return kind_of(name) is None and name not in _ZARR.marks and not _in_zarr(folder)
 
 
 def _in_zarr(folder: str) -> bool:
@@ -336,7 +337,7 @@ class EachFile(Stem):
         self.rule = f"{'file' if alone else 'files'}:{kind.name}"
         self._kind, self._alone = kind, alone
         self.others = LeftOut()
-        """What is no such file, but for what only describes others."""
+        """Files of other kinds, without those that only describe files."""
 
     def split(self, key: str) -> Part | str:
         """The file, or why it is none."""
