@@ -83,7 +83,9 @@ def main() -> None:
                             url,
                             *map(str, (nbytes, count, options.threads, FILES)),
                         ]
-                        done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
+                        done = subprocess.run(
+                            command, env={**os.environ, **more}, cwd=folder, capture_output=True, text=True
+                        )
                         if done.returncode:
                             sys.exit(done.stderr)
                         taken[checkout].append(float(done.stdout))

@@ -54,6 +54,9 @@ class ObjectClient:
         self._stores: tuple[Credentials[str | None] | None, Any, Any] | None = None
         self._failures, self._rests_until = 0, 0.0
         self._watched = bounded.Watched(self._origin.port)
+        # Of the last object whose size no list told. The next is taken to be like it: one that is asked for as a small
+        # object and turns out large is asked for again.
+        self._last_size = 0
 
     def get(self, url: str, item: Object, check: Callable[[Response], None]) -> Answer:
         """The object at a URL; ``check`` refuses the answer of a server that is not the object. Raises
@@ -126,7 +129,8 @@ class ObjectClient:
         import obstore
 
         small, large = self._clients()
-        if size < bounded.LARGE:
+        expected = size if size >= 0 else self._last_size
+        if expected < bounded.LARGE:
             with self._watched:
                 response = obstore.get(small, path, options=options)  # type: ignore[arg-type]
                 meta = response.meta
@@ -135,19 +139,24 @@ class ObjectClient:
                     return None
                 if size >= 0 or total < bounded.LARGE:
                     return _answer(response, meta, response.bytes(), size)
-            size = total
+            expected = self._last_size = total
 
-        async def work() -> Answer | None:
-            response = await obstore.get_async(large, path, options=options)  # type: ignore[arg-type]
-            meta = response.meta
-            if not options and meta["size"] != size:
-                return None
-            return _answer(response, meta, await response.bytes_async(), size)
+        async def begin() -> Any:
+            return await obstore.get_async(large, path, options=options)  # type: ignore[arg-type]
 
-        memory = bounded.PAGE_MEMORY + 32 * size  # so many may be on their way
-        return bounded.awaited(
-            work(), memory=memory, seconds=self._limits.grace + size / (_RATE * self._limits.min_rate)
-        )
+        response = bounded.awaited(begin(), memory=bounded.PAGE_MEMORY + 32 * expected, seconds=self._limits.grace)
+        meta = response.meta
+        if size < 0:
+            expected = self._last_size = meta["size"]
+        elif not options and meta["size"] != size:
+            return None
+
+        async def finish() -> Any:
+            return await response.bytes_async()
+
+        memory = bounded.PAGE_MEMORY + 32 * expected  # so many may be on their way
+        seconds = self._limits.grace + expected / (_RATE * self._limits.min_rate)
+        return _answer(response, meta, bounded.awaited(finish(), memory=memory, seconds=seconds), size)
 
     def _clients(self) -> tuple[Any, Any]:
         """obstore's clients with the present credentials, for small and for large objects."""

@@ -53,6 +53,24 @@ def test_an_object_comes_by_obstore_whatever_its_size(body: bytes, *, listed: bo
 
 
 @pytest.mark.usefixtures("no_pages")
+def test_objects_whose_sizes_no_list_tells_are_asked_for_once_but_the_first_of_the_large_ones() -> None:
+    bodies = {"small": SMALL, "large": LARGE}
+    with scripted_server(lambda handler: handler.answer(200, bodies[handler.path[3:8]])) as server:
+        store = open_store(f"{server.url}/d/")
+        for key in ("small1", "large1", "large2", "large3", "small2", "small3"):
+            assert bytes(store.get(Object(key, -1))) == bodies[key[:5]]
+    assert [path[3:] for path in paths(server)] == [
+        "small1",
+        "large1",
+        "large1",
+        "large2",
+        "large3",
+        "small2",
+        "small3",
+    ]
+
+
+@pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("length", [100, 2**20 + 5])
 def test_a_part_comes_by_obstore_and_later_parts_are_of_the_same_version(length: int) -> None:
     version = "one"
