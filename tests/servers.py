@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -424,18 +424,21 @@ def sftp_server(
         thread.join()
 
 
-def hub_server(folder: Path, *, token: str = "", page: int = 3) -> contextlib.AbstractContextManager[Http]:
+def hub_server(
+    folder: Path, *, token: str = "", page: int = 3, revisions: Sequence[str] = ("main",), name: str = "name"
+) -> contextlib.AbstractContextManager[Http]:
     """The part of the hub's API that reads datasets; ``folder`` is ``owner/name`` at every commit."""
+    named = {f"/api/datasets/owner/{name}/revision/{urllib.parse.quote(revision, safe='')}" for revision in revisions}
 
     def script(handler: Scripted) -> None:
         parts = urllib.parse.urlsplit(handler.path)
         path = urllib.parse.unquote(parts.path, errors="surrogateescape")
         if token and handler.headers.get("Authorization") != f"Bearer {token}":
             handler.answer(401, b"{}")
-        elif path == "/api/datasets/owner/name/revision/main":
+        elif parts.path in named:
             handler.answer(200, b'{"sha": "c0ffee"}', Content_Type="application/json")
-        elif path.startswith("/api/datasets/owner/name/tree/c0ffee"):
-            below = path.removeprefix("/api/datasets/owner/name/tree/c0ffee").strip("/")
+        elif path.startswith(f"/api/datasets/owner/{name}/tree/c0ffee"):
+            below = path.removeprefix(f"/api/datasets/owner/{name}/tree/c0ffee").strip("/")
             asked = urllib.parse.parse_qs(parts.query)
             found = _tree(folder, below, recursive=asked["recursive"] == ["true"])
             if found is None:
@@ -446,8 +449,8 @@ def hub_server(folder: Path, *, token: str = "", page: int = 3) -> contextlib.Ab
             link = f'<http://{handler.headers["Host"]}{more}>; rel="next"' if start + page < len(found) else ""
             body = json.dumps(found[start : start + page]).encode()
             handler.answer(200, body, Content_Type="application/json", Link=link)
-        elif path.startswith("/datasets/owner/name/resolve/c0ffee/"):
-            file = folder / path.removeprefix("/datasets/owner/name/resolve/c0ffee/")
+        elif path.startswith(f"/datasets/owner/{name}/resolve/c0ffee/"):
+            file = folder / path.removeprefix(f"/datasets/owner/{name}/resolve/c0ffee/")
             if file.is_file():
                 _send(handler, file)
             else:

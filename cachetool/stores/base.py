@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Protocol, Self, runtime_checkable
 
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
@@ -19,6 +21,7 @@ __all__ = [
     "CHANGED",
     "EXHAUSTED",
     "HTTP_SCHEMES",
+    "LeftOut",
     "OBJECT_SCHEMES",
     "SCHEMES",
     "ZARR_METADATA",
@@ -33,6 +36,7 @@ __all__ = [
     "check_identity",
     "check_length",
     "check_listed",
+    "refuse_encoded",
 ]
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
@@ -97,6 +101,50 @@ CHANGED = (
 )
 """What to do about an object that is not the listed one."""
 
+_MORE = "..."
+MAX_NAMED = 100
+"""Names that :meth:`LeftOut.listed` gives; more are counted."""
+
+
+class LeftOut(Counter[str]):
+    """What a listing passed over, ``{"reason": count}``; the first of those that a user may miss also by name."""
+
+    def __init__(self, counts: Mapping[str, int] = MappingProxyType({}), names: Iterable[Sequence[str]] = ()) -> None:
+        """``names`` as :meth:`listed` gave them."""
+        super().__init__(counts)
+        self._names: list[tuple[str, str]] = []
+        self._more = 0
+        self._take(names)
+
+    def _take(self, names: Iterable[Sequence[str]]) -> None:
+        for name, why in names:
+            if name == _MORE:
+                self._more += int(why.split()[1])
+            elif len(self._names) < MAX_NAMED:
+                self._names.append((str(name), str(why)))
+            else:
+                self._more += 1
+
+    def add(self, key: str, reason: str, why: str) -> None:
+        """Count ``key`` for its reason, and name it; ``why`` says it of one, with what to do."""
+        self[reason] += 1
+        if len(self._names) < MAX_NAMED:
+            self._names.append((printable(key), why))
+        else:
+            self._more += 1
+
+    def joined(self, others: Mapping[str, int]) -> Self:
+        """This one, with those that another one has."""
+        self.update(others)
+        if isinstance(others, LeftOut):
+            self._take(others.listed())
+        return self
+
+    def listed(self) -> tuple[tuple[str, str], ...]:
+        """Names and why."""
+        return (*self._names, (_MORE, f"and {self._more} more")) if self._more else tuple(self._names)
+
+
 Pages = Iterator[list[Object]]
 """A listing as it arrives."""
 
@@ -118,7 +166,7 @@ class Store(Protocol):
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What the last finished :meth:`list` passed over, as ``{"reason": count}``."""
+        """What the last finished :meth:`list` passed over, as ``{"reason": count}``; :class:`LeftOut` has names too."""
         ...
 
     def find(self, key: str) -> Object:
@@ -189,17 +237,36 @@ def check_length(item: Object, *, got: int, want: int) -> None:
         raise BadObject(f"{item.key!r}: {got} bytes came instead of {want}")
 
 
+def refuse_encoded(what: str, encoding: str | None) -> None:
+    """Raise :class:`BadObject` for an object ``what`` whose bytes are packed, as its ``Content-Encoding`` says: sizes,
+    ranges and ETags are those of the packed bytes."""
+    if packed := {word.strip().lower() for word in (encoding or "").split(",")} - _UNPACKED:
+        raise BadObject(
+            f"{what} comes with Content-Encoding: {printable(', '.join(sorted(packed)))[:40]}, which is not unpacked"
+            " here: copy such objects to a folder and unpack them there"
+        )
+
+
+_UNPACKED = frozenset({"", "identity", "aws-chunked"})
+"""Encodings that leave the bytes as they are; the last one is what some clients of S3 leave behind."""
+
+
 def check_listed(item: Object, url: str) -> None:
     """Raise :class:`BadObject` for what no store can mean: the listing of ``url`` may say anything."""
     begins = f"{url}: the listed key {printable(item.key[:80])!r}"
     try:
         longest = max(len(text.encode("utf-8", "surrogateescape")) for text in (item.key, item.etag or ""))
     except UnicodeEncodeError:
-        raise BadObject(f"{begins}, or its ETag, is no text: it has half of a surrogate pair") from None
+        raise BadObject(f"{begins}, or its ETag, is no text: it has half of a surrogate pair;{_LEAVE_OUT}") from None
     if longest > KEY_BYTES:
-        raise BadObject(f"{begins}, or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken")
+        raise BadObject(
+            f"{begins}, or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken;{_LEAVE_OUT}"
+        )
     if not -1 <= item.size < LARGEST:
-        raise BadObject(f"{begins} is said to have {item.size} bytes")
+        raise BadObject(f"{begins} is said to have {item.size} bytes;{_LEAVE_OUT}")
+
+
+_LEAVE_OUT = "\nleave such objects out, by name, with --on-error skip"
 
 
 class StoreAround:

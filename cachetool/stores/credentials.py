@@ -142,16 +142,14 @@ def s3_options(place: str, env: Environment = os.environ) -> Options:
     """Options of an S3 store.
 
     ``place`` is the URL to name in a message. Order: ``AWS_SKIP_SIGNATURE``; keys in the environment; what a container
-    or a web identity gives (left to the client); the profile (``AWS_PROFILE``) of the shared files. Raises
-    :class:`AccessDenied` when there is none of these, :class:`UsageError` for an endpoint that is no URL.
+    or a web identity gives (left to the client); the profile (``AWS_PROFILE``, ``AWS_DEFAULT_PROFILE``) of the shared
+    files. Raises :class:`AccessDenied` when there is none of these, :class:`UsageError` for an endpoint that is no URL.
     """
     profile = _aws_profile(env)
-    options: Options = {
-        "region": _first(env, "AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region", "") or "us-east-1"
-    }
-    endpoint = _first(env, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") or profile.get("endpoint_url", "")
-    if endpoint:
-        options["endpoint"] = _endpoint(endpoint, "AWS_ENDPOINT_URL")
+    region = _first(env, "AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region", "") or "us-east-1"
+    options: Options = {"region": region}
+    if endpoint := _s3_endpoint(profile, region, env):
+        options["endpoint"] = endpoint
         # Servers of one's own know buckets by path; their host name has no name per bucket.
         options["virtual_hosted_style_request"] = _true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
     if _true(env, "AWS_REQUEST_PAYER"):
@@ -184,6 +182,39 @@ def s3_options(place: str, env: Environment = os.environ) -> Options:
     return {**options, "session_token": token} if token else options
 
 
+def _s3_endpoint(profile: Mapping[str, str], region: str, env: Environment) -> str:
+    """The endpoint in the order of boto3: variables of the environment, that of S3 alone first; the section of services
+    that the profile names; the profile. Empty for AWS itself."""
+    named = _first(env, *_ENDPOINTS)
+    if _true(env, _IGNORE) or _true(profile, _IGNORE.removeprefix("AWS_").lower()):
+        # The client would take the variable by itself.
+        return f"https://s3.{region}.amazonaws.com" if named else ""
+    if named:
+        return _endpoint(named, next(name for name in _ENDPOINTS if _first(env, name)))
+    if section := profile.get("services", "").strip():
+        path, _ = _aws_files(env)
+        services = _section(path, f"services {section}")
+        if services is None:
+            raise AccessDenied(
+                f"profile {_profile_name(env)!r} names the services {section!r}, and {str(path)!r} has no section"
+                f" [services {section}]"
+            )
+        pairs = (line.partition("=") for line in services.get("s3", "").splitlines())
+        if named := next((value.strip() for name, _, value in pairs if name.strip() == "endpoint_url"), ""):
+            return _endpoint(named, f"endpoint_url of s3 in [services {section}]")
+    named = profile.get("endpoint_url", "").strip()
+    return _endpoint(named, f"endpoint_url of profile {_profile_name(env)!r}") if named else ""
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_IGNORE = "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"
+_PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+
+
+def _profile_name(env: Environment) -> str:
+    return _first(env, *_PROFILES) or "default"
+
+
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ENDS = ("aws_expiration", "expiration", "x_security_token_expires")
 """Names that programs which write temporary keys into the credentials file give to their end."""
@@ -194,7 +225,7 @@ _PROCESS_SECONDS = 60.0
 def _process_of(profile: Mapping[str, str], env: Environment) -> Sequence[str]:
     """The program that gives the keys of a profile; of one with roles or single sign-on the cloud's own, if it is
     there. Empty where there is none."""
-    name = env.get("AWS_PROFILE", "").strip() or "default"
+    name = _profile_name(env)
     if command := profile.get("credential_process"):
         try:
             return shlex.split(command)
@@ -208,7 +239,7 @@ def _process_of(profile: Mapping[str, str], env: Environment) -> Sequence[str]:
 
 def _from_process(command: Sequence[str], env: Environment) -> dict[str, str]:
     """The keys that a program prints, as those of a profile. Nothing that it says is quoted: it may be a secret."""
-    begins = f"{command[0]!r}, which gives the keys of profile {env.get('AWS_PROFILE', '').strip() or 'default'!r},"
+    begins = f"{command[0]!r}, which gives the keys of profile {_profile_name(env)!r},"
     try:
         done = subprocess.run(
             command,
@@ -253,7 +284,7 @@ _AWS_PROVIDERS = (
 
 def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment) -> str:
     if any(name.startswith("sso_") or name in _ELSEWHERE for name in profile):
-        name = env.get("AWS_PROFILE") or "default"
+        name = _profile_name(env)
         return (
             f"profile {name!r} has no keys of its own, which {place} needs; put them into the environment with:\n"
             f'eval "$(aws configure export-credentials --profile {name} --format env)"'
@@ -266,13 +297,13 @@ def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment
 
 def _aws_profile(env: Environment) -> dict[str, str]:
     """What the shared credentials and config files say of the profile; the credentials file wins."""
-    name = env.get("AWS_PROFILE", "").strip()
     config, keys = _aws_files(env)
-    wanted = name or "default"
+    wanted = _profile_name(env)
     in_config = _section(config, "default" if wanted == "default" else f"profile {wanted}")
     in_keys = _section(keys, wanted)
-    if name and in_config is None and in_keys is None:
-        raise AccessDenied(f"no profile {name!r} (AWS_PROFILE) in {str(keys)!r} or {str(config)!r}")
+    variable = next((name for name in _PROFILES if _first(env, name)), "")
+    if variable and in_config is None and in_keys is None:
+        raise AccessDenied(f"no profile {wanted!r} ({variable}) in {str(keys)!r} or {str(config)!r}")
     return {**(in_config or {}), **(in_keys or {})}
 
 

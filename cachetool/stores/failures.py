@@ -97,7 +97,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
         bad = _between(text, 'Path "', '" contained') or _between(text, 'parsing Path "', '": ') or key or ""
         return BadObject(
             f"{place}: key {bad!r} cannot be fetched: it has an empty, '.' or '..' part or a control character;\n"
-            "rename that object or give a prefix without it"
+            "name a longer prefix, without such a key"
         )
     if not code and status in (400, 401) and (match := _GRANT.search(text)):
         code = match.group(1)
@@ -136,6 +136,13 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
         return failing
     if status:
         return SourceError(f"{what}: the server refuses the request ({said})")
+    if "Content-Length Header missing" in text:
+        packed = (
+            " as what Google stores with Content-Encoding: gzip and unpacks on the way," if place[:2] == "gs" else ""
+        )
+        return BadObject(
+            f"{what} comes without a length,{packed} and cannot be checked: copy such objects to a folder, unpacked"
+        )
     if "HTTP error" in text or "error sending request" in text or "timed out" in text or "error decoding" in text:
         host = match.group(2) if (match := _ENDPOINT.search(text)) else ""
         at = f" at {printable(host)}" if host else ""

@@ -17,20 +17,21 @@ import email.utils
 import hashlib
 import netrc
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity
+from cachetool.stores.base import ZARR_METADATA, LeftOut, Limits, Object, Pages, check_identity
 from cachetool.stores.credentials import netrc_path
 from cachetool.stores.http_listing import MODIFIED, SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
-from cachetool.stores.http_objects import ObjectClient
+from cachetool.stores.http_objects import IgnoresRanges, ObjectClient
 from cachetool.stores.http_pages import Answer, Response
 from cachetool.stores.login import Credentials, Login
 from cachetool.stores.origins import allowed_hosts, origin_of, written
 from cachetool.stores.redact import printable, redact
+from cachetool.stores.whole import WholeObjects
 
 __all__ = ["HttpStore", "Identities", "MOST", "identity_of", "open_http_store"]
 
@@ -121,8 +122,9 @@ class HttpStore:
         self._folder = f"{folder}/"
         self._home, self._allowed = origin_of(url), allowed_hosts()
         self._client = client
-        self._left_out: Counter[str] = Counter()
+        self._left_out = LeftOut()
         self._seen = Identities()
+        self._whole = WholeObjects(self.get)
 
     @property
     def left_out(self) -> Mapping[str, int]:
@@ -132,7 +134,7 @@ class HttpStore:
     def list(self) -> Pages:
         """All objects that the manifest or the index pages name; sizes are -1 where they do not tell."""
         self._seen.clear()
-        left_out: Counter[str] = Counter()
+        left_out = LeftOut()
         if self._manifest:
             body = self._fetch(self._origin + self._manifest + self._query, self.url, most=_MANIFEST_BYTES).body
             for page in read_manifest(body, place=self.url):
@@ -144,7 +146,7 @@ class HttpStore:
             yield from self._walk(left_out)
         self._left_out = left_out
 
-    def _walk(self, left_out: Counter[str]) -> Pages:
+    def _walk(self, left_out: LeftOut) -> Pages:
         folders, seen, empty = [""], {""}, 0
         while folders:
             folder = folders.pop()
@@ -159,9 +161,9 @@ class HttpStore:
             batch = []
             for entry in entries:
                 if entry.left_out:
-                    left_out[entry.left_out] += 1
+                    left_out.add(f"{folder}{entry.name}", entry.left_out, entry.left_out)
                 elif entry.name in ("", ".", "..") or "/" in entry.name:
-                    left_out["odd names in an index"] += 1
+                    left_out.add(f"{folder}{entry.name}", "odd names in an index", "no name of a file or folder")
                 elif entry.name.startswith(".") and entry.name not in ZARR_METADATA:
                     left_out["hidden"] += 1
                 elif not entry.is_folder:
@@ -222,16 +224,21 @@ class HttpStore:
         return answer.body
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
-        """``length`` bytes from ``start``; a server that ignores ranges is refused."""
+        """``length`` bytes from ``start``; of a server that ignores ranges the object is fetched whole."""
         if length == 0:
             return memoryview(b"")
         what = f"{self.url}: {item.key!r}"
-        answer = self._client.part(
-            self._url_of(item),
-            (start, start + length),
-            what,
-            lambda response: _check_status(response, what, 206, listed=True),
-        )
+        if self._whole.knows(item):
+            return self._whole.part(item, 0, start, start + length, what)
+        try:
+            answer = self._client.part(
+                self._url_of(item),
+                (start, start + length),
+                what,
+                lambda response: _check_status(response, what, 206, listed=True),
+            )
+        except IgnoresRanges as error:
+            return self._whole.part(item, error.size, start, start + length, what)
         self._check(item, answer, answer.size, part=True)
         return answer.body
 
@@ -262,6 +269,7 @@ class HttpStore:
     def close(self) -> None:
         """Close the connections of all threads."""
         self._client.close()
+        self._whole.clear()
 
 
 def _refuse_page(answer: Answer, key: str, what: str) -> None:

@@ -23,7 +23,7 @@ from cachetool.stores.login import Credentials, Login
 from cachetool.stores.origins import origin_of
 from cachetool.stores.traffic import retried
 
-__all__ = ["ObjectClient"]
+__all__ = ["IgnoresRanges", "ObjectClient"]
 
 _NOWHERE = "http://127.0.0.1:9"
 """The proxy before all hosts but the server's: nobody listens there."""
@@ -34,6 +34,17 @@ _FAILURES = 8
 """Answers in a row that did not come; then no object is asked for..."""
 _REST = 60.0
 """...for so many seconds."""
+
+
+class IgnoresRanges(SourceError):
+    """All of an object came in place of a part of it: ``size`` bytes, less than 0 where the server does not say."""
+
+    def __init__(self, what: str, size: int) -> None:
+        super().__init__(
+            f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
+            " copy it to a disk of this machine first"
+        )
+        self.size = size
 
 
 class ObjectClient:
@@ -73,8 +84,8 @@ class ObjectClient:
         return answer
 
     def part(self, url: str, span: tuple[int, int], what: str, check: Callable[[Response], None]) -> Answer:
-        """Bytes [start, stop) of the object at a URL, which messages call ``what``. Raises :class:`SourceError` when
-        the server ignores ranges, :class:`BadObject` for another part."""
+        """Bytes [start, stop) of the object at a URL, which messages call ``what``. Raises :class:`IgnoresRanges` when
+        the server does, :class:`BadObject` for another part."""
         answer = self._fast(url, span[1] - span[0], span)
         if answer is None:
             said = f"{span[0]}-{span[1] - 1}"
@@ -82,10 +93,7 @@ class ObjectClient:
             if response.status == 416:
                 raise BadObject(f"{what} is shorter than when it was listed")
             if response.status == 200:
-                raise SourceError(
-                    f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
-                    " copy it to a disk of this machine first"
-                )
+                raise IgnoresRanges(what, response.answer.size)
             check(response)
             got = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")[0]
             if got != said:
@@ -161,16 +169,16 @@ class ObjectClient:
     def _clients(self) -> tuple[Any, Any]:
         """obstore's clients with the present credentials, for small and for large objects."""
         credentials = self._login.now() if self._login is not None else None
-        made = self._stores
-        if made is None or made[0] is not credentials:
+        stores = self._stores
+        if stores is None or stores[0] is not credentials:
             with self._lock:
-                made = self._stores
-                if made is None or made[0] is not credentials:
-                    made = credentials, *self._made(credentials.value if credentials is not None else None)
-                    self._stores = made
-        return made[1:]
+                stores = self._stores
+                if stores is None or stores[0] is not credentials:
+                    stores = credentials, *self._new_clients(credentials.value if credentials is not None else None)
+                    self._stores = stores
+        return stores[1:]
 
-    def _made(self, authorization: str | None) -> tuple[Any, Any]:
+    def _new_clients(self, authorization: str | None) -> tuple[Any, Any]:
         bounded.begin()
         from obstore.store import HTTPStore
 

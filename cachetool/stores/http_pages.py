@@ -34,7 +34,7 @@ from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from cachetool.core.errors import BadObject, SourceError, Unreachable, UsageError
-from cachetool.stores.base import Limits
+from cachetool.stores.base import Limits, refuse_encoded
 from cachetool.stores.login import Login
 from cachetool.stores.origins import Origin, allowed_hosts, is_public, origin_of, written
 from cachetool.stores.redact import printable, redact
@@ -182,13 +182,17 @@ class _Body:
 class PageClient:
     """One keep-alive connection per thread and origin."""
 
-    def __init__(self, home: str, limits: Limits, *, login: Login[str | None] | None = None) -> None:
+    def __init__(
+        self, home: str, limits: Limits, *, login: Login[str | None] | None = None, certificates: str | None = None
+    ) -> None:
         """``home`` is a URL of the origin that is trusted and gets what ``login`` gives for the header of
-        authorization."""
+        authorization. ``certificates``: a file with more authorities to trust."""
         self._home = origin_of(home)
         self._limits, self._login = limits, login
         self._allowed = allowed_hosts()
         self._tls = ssl.create_default_context()
+        if certificates:
+            self._tls.load_verify_locations(certificates)
         self._local = threading.local()
         self._all: list[_Connection] = []
         self._lock = threading.Lock()
@@ -402,8 +406,7 @@ def _refuse_framing(answer: http.client.HTTPResponse, url: str) -> None:
     def said(name: str) -> set[str]:
         return {value.strip().lower() for value in answer.headers.get_all(name, ())} - {""}
 
-    if said("Content-Encoding") - {"identity"}:
-        raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
+    refuse_encoded(redact(url), ",".join(said("Content-Encoding")))
     coded = said("Transfer-Encoding")
     lengths = {part.strip().lstrip("0") for value in said("Content-Length") for part in value.split(",")}
     if len(lengths) > 1 or not (coded == {"chunked"} if answer.chunked else coded <= {"identity"}):

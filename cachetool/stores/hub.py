@@ -1,8 +1,10 @@
 """A dataset of the Hugging Face hub: ``hf://datasets/OWNER/NAME[@REVISION]/path``, listed by the hub's API.
 
-The revision is looked up once, and everything then read at that commit. A file's "ETag" is the hash of its content that
-the hub names: a whole file is compared with it, for a part the hub is asked whether the file is still the one listed.
-``HF_TOKEN``, else the file that ``huggingface-cli login`` writes, goes to ``HF_ENDPOINT`` and nowhere else.
+A revision is a branch, a tag or a commit, a slash in it written ``%2F``; ``refs/pr/1`` and ``refs/convert/parquet`` are
+known as they are, as ``huggingface_hub`` knows them. The revision is looked up once, and everything then read at that
+commit. A file's "ETag" is the hash of its content that the hub names: a whole file is compared with it, for a part the
+hub is asked whether the file is still the one listed. ``HF_TOKEN``, else the file that ``huggingface-cli login``
+writes, goes to ``HF_ENDPOINT`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _PAGE_BYTES = 2**27
 EMPTY_PAGES = 1000
 """Pages in a row without a file, at which a list is given up; the hub's pages have 1,000 entries each."""
 _SENT = re.compile(r"[!-~]*")
+_REFS = re.compile(r"refs/(convert/\w+|pr/\d+)(/|$)")
+"""Revisions with slashes, which the hub makes itself: https://huggingface.co/docs/huggingface_hub/guides/hf_file_system"""
 _NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="next"')
 
 
@@ -48,6 +52,8 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
     owner, _, path = path.partition("/")
     named, _, path = path.partition("/")
     name, _, revision = named.partition("@")
+    if (match := _REFS.match(f"{revision}/{path}")) is not None:
+        revision, path = match[0].rstrip("/"), f"{revision}/{path}"[match.end() :]
     if kind != "datasets" or not owner or not name:
         raise UsageError(f"{redact(url)}: a URL of the hub is hf://datasets/OWNER/NAME/path (models are not read)")
     endpoint = (os.environ.get("HF_ENDPOINT", "").strip() or ENDPOINT).rstrip("/")
@@ -80,16 +86,21 @@ class HubStore:
         self._lock = threading.Lock()
         self._commit = ""
         self._known: dict[str, Object] = {}
+        self._left_out: Mapping[str, int] = {}
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """Nothing is."""
-        return {}
+        """What the last finished :meth:`list` passed over."""
+        return self._left_out
 
     def list(self) -> Pages:
         """All files below the path, a page of the API at a time."""
+        hidden = 0
         for page in self._tree(self._path, recursive=True):
-            yield [item for item in page if not any(part.startswith(".") for part in item.key.split("/"))]
+            shown = [item for item in page if not any(part.startswith(".") for part in item.key.split("/"))]
+            hidden += len(page) - len(shown)
+            yield shown
+        self._left_out = {"hidden": hidden} if hidden else {}
 
     def _tree(self, path: str, *, recursive: bool) -> Pages:
         place = quote(path, errors="surrogateescape")

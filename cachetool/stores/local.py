@@ -1,8 +1,16 @@
 """A folder of this machine as a store.
 
-Walked with :func:`os.scandir`. Left out, and counted: hidden names (beginning with a dot), everything that is no
-regular file, links to folders, and links that lead out of the folder. The "ETag" of a file is its time of modification
-and its size.
+Walked with :func:`os.scandir`. Left out: hidden names (beginning with a dot), which are counted; everything that is no
+regular file, links to folders and links that lead out of the folder, which are named. The "ETag" of a file is its time
+of modification and its size.
+
+A link to a file is followed where it leads to a place that belongs to the folder, whoever made the link:
+
+- inside the folder itself;
+- of a snapshot of the Hugging Face hub's cache, ``.../snapshots/REVISION/x``, to a file in ``.../blobs``;
+- in a repository of git-annex or DataLad, to the content in ``.git/annex/objects`` of it or of one that it is part of.
+
+So a folder that a stranger made has no other files of this machine read. ``follow_links`` follows every other link.
 """
 
 from __future__ import annotations
@@ -10,26 +18,29 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
-from cachetool.stores.base import EXHAUSTED, Object, Pages, check_identity, check_length
+from cachetool.proc.disk import limit_error
+from cachetool.stores.base import EXHAUSTED, LeftOut, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
-from cachetool.stores.walk import Walk
+from cachetool.stores.walk import FOLLOW, Walk
 
 __all__ = ["LocalStore", "open_local_store"]
 
 _BATCH = 1000
 # Not blocking: a FIFO put in a file's place must not hang the open. The final name is not followed: see _open.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_ANNEX = re.compile(r"(modules/.+/)?annex/objects/.+")
+"""Below ``.git``; the content of a repository that is part of another one lies in ``modules`` of that one."""
 
 
-def open_local_store(root: str | Path) -> LocalStore:
-    """The store of the folder ``root``.
+def open_local_store(root: str | Path, *, follow_links: bool | str = False) -> LocalStore:
+    """The store of the folder ``root``; ``follow_links``: wherever they lead, or the one link of this name.
 
     Raises :class:`NotFound` when it is not there, :class:`UsageError` when it is a file, :class:`AccessDenied`.
     """
@@ -43,7 +54,7 @@ def open_local_store(root: str | Path) -> LocalStore:
         raise NotFound(f"there is no file or folder {shown!r}") from error
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{shown!r} is a file; give the folder that holds the samples")
-    return LocalStore(real)
+    return LocalStore(real, follow_links)
 
 
 class LocalStore:
@@ -51,11 +62,12 @@ class LocalStore:
 
     concurrency = 4
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, follow_links: bool | str = False) -> None:
         """``root`` is a folder's real path. Made by :func:`open_local_store`."""
-        self._root = root
+        self._root, self._follow_links = root, follow_links
+        self._blobs = {f"{root[: match.start()]}/blobs" for match in re.finditer("/snapshots(?=/|$)", root)}
         self.url = printable(root)
-        self._left_out: Counter[str] = Counter()
+        self._left_out = LeftOut()
 
     @property
     def left_out(self) -> Mapping[str, int]:
@@ -96,25 +108,34 @@ class LocalStore:
 
     def _listed(self, entry: os.DirEntry[str], key: str, walk: Walk) -> Object | None:
         try:
-            if entry.is_symlink() and not self._inside(entry.path):
-                walk.leave_out(key, "links that lead out of the folder")
-                return None
             status = entry.stat()
         except OSError as error:  # removed since, or a link to nothing
             if isinstance(error, PermissionError) and not entry.is_symlink():
                 raise  # the folder may be listed, but not entered
             if entry.is_symlink():
-                walk.leave_out(key, "links to nothing")
+                walk.leave_out(key, "links to nothing", _broken(entry.path, error))
             else:
                 walk.left_out["vanished while listing"] += 1
             return None
-        if not stat.S_ISREG(status.st_mode):
-            walk.leave_out(key, "links to folders" if stat.S_ISDIR(status.st_mode) else "special files")
-            return None
-        return Object(key, status.st_size, _etag(status))
+        if stat.S_ISDIR(status.st_mode):
+            walk.leave_out(key, "links to folders", "a link to a folder; name that folder as a source of its own")
+        elif not stat.S_ISREG(status.st_mode):
+            walk.leave_out(key, "special files", "no regular file")
+        elif entry.is_symlink() and not self._follows(key, os.path.realpath(entry.path)):
+            walk.leave_out(
+                key, "links that lead out of the folder", f"a link that leads out of the folder; {FOLLOW} it"
+            )
+        else:
+            return Object(key, status.st_size, _etag(status))
+        return None
 
-    def _inside(self, path: str) -> bool:
-        return os.path.realpath(path).startswith(os.path.join(self._root, ""))
+    def _follows(self, key: str, real: str) -> bool:
+        """Whether the link of this key is followed to the file at ``real``, a path without links."""
+        if self._follow_links in (True, key) or real.startswith(os.path.join(self._root, "")):
+            return True
+        above, _, below = real.partition("/.git/")
+        annexed = f"{self._root}/".startswith(f"{above}/") and _ANNEX.fullmatch(below) is not None
+        return annexed or os.path.dirname(real) in self._blobs
 
     def _open(self, item: Object) -> int:
         parts = item.key.split("/")
@@ -125,9 +146,14 @@ class LocalStore:
             try:
                 return os.open(path, _FLAGS)
             except OSError as error:
-                if error.errno != errno.ELOOP or not self._inside(path):
+                if error.errno != errno.ELOOP:
                     raise
-                return os.open(os.path.realpath(path), _FLAGS)
+                real = os.path.realpath(path)
+                if not self._follows(item.key, real):
+                    raise BadObject(
+                        f"{self.url!r}: {item.key!r} is a link that leads out of the folder; {FOLLOW} it"
+                    ) from error
+                return os.open(real, _FLAGS)
         except (FileNotFoundError, NotADirectoryError) as error:
             self._refuse_away()
             raise NotFound(f"{item.key!r} is not there any more; it was when {self.url!r} was listed") from error
@@ -135,7 +161,7 @@ class LocalStore:
             raise AccessDenied(f"{self.url!r}: {item.key!r} cannot be read: permission denied") from error
         except OSError as error:
             if error.errno in EXHAUSTED:
-                raise SourceError(f"{item.key!r} cannot be opened: {error.strerror}") from error
+                raise SourceError(f"{item.key!r} cannot be opened: {limit_error(error) or error.strerror}") from error
             self._refuse_away()
             raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
 
@@ -228,6 +254,17 @@ def _check(fd: int, item: Object) -> os.stat_result:
         raise BadObject(f"{item.key!r} is no regular file any more")
     check_identity(item, size=status.st_size, etag=_etag(status))
     return status
+
+
+def _broken(link: str, error: OSError) -> str:
+    """Why a link is left out that leads to nothing, or to what may not be looked at."""
+    if error.errno == errno.ELOOP:
+        return "a link that leads in a circle"
+    if isinstance(error, PermissionError):
+        return "a link to what may not be read: permission denied"
+    if ".git/annex/objects/" in os.readlink(link):
+        return "a link to content that git-annex does not have here; fetch it with: git annex get"
+    return "a link to nothing"
 
 
 def _etag(status: os.stat_result) -> str:

@@ -2,7 +2,8 @@
 
 obstore retries by itself, with full jitter. Its runtime does not survive ``fork``: a child whose parent has used it
 hangs, so a store used in a forked child raises instead. Keys with an empty, ``.`` or ``..`` part or a control character
-cannot be fetched by it; a listing that holds one is refused and names it.
+cannot be fetched by it; a listing that holds one is refused and names it, or with ``skip_unusable`` leaves it out by
+name (:mod:`cachetool.stores.bucket_listing`).
 
 A small object is put together by the thread that asks for it, a large one by obstore's own thread: the pieces of 2 GiB
 take 2.0 s of a processor when each is handed over.
@@ -11,15 +12,16 @@ take 2.0 s of a processor when each is handed over.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import cachetool.stores.bounded as bounded
-from cachetool.core.errors import AccessDenied, NotFound, SourceError, UsageError
-from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.stores.base import LeftOut, Limits, Object, Pages, check_identity, check_length, refuse_encoded
+from cachetool.stores.bucket_listing import BucketList
 from cachetool.stores.credentials import (
     EXPIRES,
     Options,
@@ -39,8 +41,9 @@ from cachetool.stores.traffic import retried
 __all__ = ["ObjectStore", "open_object_store"]
 
 
-def open_object_store(url: str, limits: Limits) -> ObjectStore:
-    """The store at ``s3://bucket/prefix`` and its likes; nothing is fetched yet.
+def open_object_store(url: str, limits: Limits, *, skip_unusable: bool = False) -> ObjectStore:
+    """The store at ``s3://bucket/prefix`` and its likes; nothing is fetched yet. ``skip_unusable``: a listing leaves
+    out keys that cannot be asked for.
 
     Raises :class:`UsageError` for a URL that names no bucket, :class:`AccessDenied` without credentials.
     """
@@ -91,6 +94,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             make(limits.silence),
             lambda: make(limits.listing),
             bounded.Watched(origin_of(endpoint).port if endpoint else 443),
+            _own_list(place, scheme, bucket, prefix.strip("/"), options, limits),
         )
         return Credentials(pair, identity, ends)
 
@@ -103,7 +107,25 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             "base": 2,
         },
     }
-    return ObjectStore(Login(clients), place, limits)
+    return ObjectStore(Login(clients), place, limits, skip_unusable=skip_unusable)
+
+
+def _own_list(place: str, scheme: str, bucket: str, prefix: str, options: Options, limits: Limits) -> BucketList | None:
+    """What lists a bucket in place of obstore; None where only obstore has the credentials, or goes through a proxy."""
+    unsigned, keys = "skip_signature" in options, {}
+    if scheme in ("gs", "gcs") and unsigned:
+        url = f"{options.get('base_url', 'https://storage.googleapis.com')}/{bucket}"
+    elif scheme in ("s3", "s3a") and (unsigned or "access_key_id" in options):
+        host = str(options.get("endpoint", f"https://s3.{options['region']}.amazonaws.com"))
+        # An endpoint with virtual hosts has the bucket's name in it already.
+        url = host if options.get("virtual_hosted_style_request") else f"{host}/{bucket}"
+        keys = {} if unsigned else {name: str(value) for name, value in options.items()}
+    else:
+        return None
+    origin = origin_of(url)
+    if getproxies().keys() & {origin.scheme, "all"} and not proxy_bypass(origin.host):
+        return None
+    return BucketList(place, url, prefix, keys, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +137,8 @@ class _Clients:
     """Makes another one with the limits that suit a listing."""
     watched: bounded.Watched
     """Around a call of the reading one."""
+    own_list: BucketList | None
+    """Lists keys that the others cannot name."""
 
 
 def _read(path: str) -> bytes:
@@ -130,11 +154,11 @@ class ObjectStore:
 
     concurrency = 32
 
-    def __init__(self, login: Login[_Clients], url: str, limits: Limits) -> None:
+    def __init__(self, login: Login[_Clients], url: str, limits: Limits, *, skip_unusable: bool) -> None:
         """The clients, and the URL as it may be shown. Made by :func:`open_object_store`."""
-        self._login, self._limits = login, limits
+        self._login, self._limits, self._skip_unusable = login, limits, skip_unusable
         self.url = url
-        self._left_out: Counter[str] = Counter()
+        self._left_out = LeftOut()
         self._ranges = True
         """False once the server has answered a request for a part with all of it."""
 
@@ -150,9 +174,9 @@ class ObjectStore:
     def list_after(self, key: str | None) -> Pages:
         """Those behind ``key``, ascending."""
         bounded.refuse_fork()
-        left_out: Counter[str] = Counter()
+        left_out = LeftOut()
         circle = _Circle(self.url)
-        for page in self._pages(key):
+        for page in self._pages(key, left_out):
             batch = []
             for meta in page:
                 path = meta["path"]
@@ -166,10 +190,21 @@ class ObjectStore:
             yield batch
         self._left_out = left_out
 
-    def _pages(self, after: str | None) -> Iterator[Any]:
+    def _pages(self, after: str | None, left_out: LeftOut) -> Iterator[Any]:
         patience = Patience(self._limits)
         while True:
             credentials = self._login.now()
+            if self._skip_unusable and credentials.value.own_list is not None:
+                try:
+                    for page in credentials.value.own_list.pages(after, left_out):
+                        yield page
+                        after = page[-1]["path"] if page else after
+                    return
+                except AccessDenied:  # or there are other credentials meanwhile
+                    patience.refusals += 1
+                    if not self._login.renewed(credentials, patience.refusals):
+                        raise
+                    continue
             try:
                 stream = credentials.value.listing().list(offset=after, chunk_size=bounded.KEYS)
                 for page in bounded.bounded_pages(stream, self.url, self._limits):
@@ -177,6 +212,9 @@ class ObjectStore:
                     after, patience = page[-1]["path"] if page else after, Patience(self._limits)
                 return
             except bounded.errors() as error:
+                if type(error).__name__ == "InvalidPathError" and credentials.value.own_list is not None:
+                    what, _, _ = str(as_our_error(error, place=self.url)).partition("\n")
+                    raise BadObject(f"{what}\n{_SKIP}") from None
                 if not self._may_ask_again(error, patience, credentials):
                     raise as_our_error(error, place=self.url) from None
 
@@ -250,20 +288,22 @@ class ObjectStore:
             ours = as_our_error(error, place=self.url, key=item.key)
             if isinstance(ours, NotFound):
                 raise NotFound(
-                    f"{item.key!r} is not there any more; it was when {self.url} was listed\n"
-                    "(a key that begins or ends with '/' is listed without it and cannot be fetched: rename it)"
+                    f"{item.key!r} is not there any more; it was when {self.url} was listed (a key that begins or ends"
+                    " with '/' is listed without it, and cannot be asked for)"
                 ) from None
             raise ours from None
         check_length(item, got=len(body), want=want)
         return body
 
     def _body(self, clients: _Clients, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
-        def check(meta: Any) -> None:
+        def check(response: Any) -> None:
+            meta = response.meta
+            refuse_encoded(f"{self.url}: {item.key!r}", response.attributes.get("Content-Encoding"))
             check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
 
         async def large() -> memoryview:
             response = await clients.reading.get_async(item.key, options=options)
-            check(response.meta)
+            check(response)
             return memoryview(await response.bytes_async())
 
         only_beginning = options is None and want < item.size
@@ -271,7 +311,7 @@ class ObjectStore:
             return bounded.awaited(large(), memory=bounded.PAGE_MEMORY + self.concurrency * want, seconds=3600.0)
         with clients.watched:
             response = clients.reading.get(item.key, options=options)
-            check(response.meta)
+            check(response)
             if only_beginning:
                 # All of it comes, and the connection is closed once the beginning is here.
                 return memoryview(bytes(next(iter(response.stream(min_chunk_size=want)), b""))[:want])
@@ -279,6 +319,9 @@ class ObjectStore:
 
     def close(self) -> None:
         """Connections belong to obstore, which drops idle ones by itself."""
+
+
+_SKIP = "leave such keys out, by name, with --on-error skip"
 
 
 class _Circle:

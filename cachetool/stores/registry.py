@@ -12,8 +12,14 @@ from cachetool.stores.redact import redact, refuse_hidden_user, split_url
 __all__ = ["local_path", "open_store"]
 
 
-def open_store(url: str, *, limits: Limits | None = None) -> Store:
+def open_store(
+    url: str, *, limits: Limits | None = None, follow_links: bool | str = False, skip_unusable: bool = False
+) -> Store:
     """The store at ``url``: a path, ``file://``, an object store's or a server's URL. Nothing is fetched yet.
+
+    ``follow_links``, of folders here or over SFTP: links to files are followed wherever they lead, or the one link of
+    this name is; see :mod:`cachetool.stores.local` for those that are followed anyway. ``skip_unusable``: a listing
+    leaves out, by name, keys that no request can name, and does not fail for them.
 
     Raises :class:`UsageError` for a scheme nobody knows (:class:`MissingExtra` when a package would serve it),
     :class:`NotFound` for a local folder that is not there, :class:`AccessDenied` when credentials are missing.
@@ -25,11 +31,11 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     if not scheme or scheme == "file":
         from cachetool.stores.local import open_local_store
 
-        return open_local_store(local_path(url))
+        return open_local_store(local_path(url), follow_links=follow_links)
     if scheme in OBJECT_SCHEMES:
         from cachetool.stores.object import open_object_store
 
-        return open_object_store(url, limits or Limits())
+        return open_object_store(url, limits or Limits(), skip_unusable=skip_unusable)
     if scheme in HTTP_SCHEMES:
         from cachetool.stores.http import open_http_store
 
@@ -41,7 +47,7 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     if scheme == "sftp":
         from cachetool.stores.sftp import open_sftp_store
 
-        return open_sftp_store(url, limits or Limits())
+        return open_sftp_store(url, limits or Limits(), follow_links=follow_links is True)
     from cachetool.stores.other import open_fsspec_store
 
     return open_fsspec_store(url)

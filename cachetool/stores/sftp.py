@@ -15,7 +15,6 @@ import shlex
 import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -30,10 +29,10 @@ from cachetool.core.errors import (
     Unreachable,
     UsageError,
 )
-from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.base import LeftOut, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import redact, scrub, usable_host
 from cachetool.stores.traffic import retried
-from cachetool.stores.walk import Walk
+from cachetool.stores.walk import FOLLOW, Walk
 
 __all__ = ["SftpStore", "open_sftp_store"]
 
@@ -44,7 +43,7 @@ _MAX_DEPTH = 64
 T = TypeVar("T")
 
 
-def open_sftp_store(url: str, limits: Limits) -> SftpStore:
+def open_sftp_store(url: str, limits: Limits, *, follow_links: bool = False) -> SftpStore:
     """The store at ``sftp://[user@]host[:port]/absolute/path``; nothing is connected yet.
 
     Raises :class:`MissingExtra` without asyncssh, :class:`UsageError` for a URL that names no host.
@@ -70,7 +69,8 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
                 saslprep.saslprep(login[name])  # as it is prepared to be sent
     except ValueError:  # its message may quote them
         raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
-    return SftpStore(redact(url), unquote(parts.path, errors="surrogateescape").rstrip("/") or "/", login, limits)
+    root = unquote(parts.path, errors="surrogateescape").rstrip("/") or "/"
+    return SftpStore(redact(url), root, login, limits, follow_links=follow_links)
 
 
 class SftpStore:
@@ -78,11 +78,14 @@ class SftpStore:
 
     concurrency = 16
 
-    def __init__(self, url: str, root: str, login: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(
+        self, url: str, root: str, login: Mapping[str, Any], limits: Limits, *, follow_links: bool = False
+    ) -> None:
         """``login`` are arguments of ``asyncssh.connect``. Made by :func:`open_sftp_store`."""
         self.url = url
         self._root, self._login, self._limits = root, dict(login), limits
-        self._left_out: Counter[str] = Counter()
+        self._follow_links = follow_links
+        self._left_out = LeftOut()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Lock | None = None
@@ -112,8 +115,15 @@ class SftpStore:
                     continue
                 if stat.S_ISDIR(mode):
                     folders.append(f"{key}/")
+                elif stat.S_ISLNK(mode):
+                    target = self._target(key) if self._follow_links else None
+                    if target is None:
+                        why = "a link to no file" if self._follow_links else f"a link; {FOLLOW} it"
+                        walk.leave_out(key, "links", why)
+                    else:
+                        batch.append(target)
                 elif not stat.S_ISREG(mode):
-                    walk.leave_out(key, "links" if stat.S_ISLNK(mode) else "special files")
+                    walk.leave_out(key, "special files", "no regular file")
                 else:
                     batch.append(_object(key, attributes))
             if batch:
@@ -137,10 +147,16 @@ class SftpStore:
             raise NotFound(f"{self.url}: not found") from None
 
     def _there(self, key: str) -> bool:
+        return self._target(key) is not None
+
+    def _target(self, key: str) -> Object | None:
+        """The file that has this key, or that a link of this key leads to; None where there is none."""
         try:
-            return bool(self.find(key))
-        except (AccessDenied, NotFound):
-            return False
+            return self.find(key)
+        except SourceError as error:  # such as a circle of links
+            if isinstance(error, Unreachable):
+                raise
+            return None
 
     def find(self, key: str) -> Object:
         """The file of this key."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound
-from cachetool.stores.base import ZARR_METADATA, Store
+from cachetool.stores.base import ZARR_METADATA, LeftOut, Store
 
-__all__ = ["Walk"]
+__all__ = ["FOLLOW", "Walk"]
 
+FOLLOW = "--follow-links follows"
+"""The option that has links read wherever they lead."""
 _ZARR = ("zarr.json", ".zarray", ".zgroup")
 """One of them lies in each folder of a Zarr that is a group or an array."""
 
@@ -34,7 +35,7 @@ class Walk:
         self._store, self._there = store, there
         self._entered: dict[str, frozenset[str]] = {}
         self._arrays: dict[str, bool] = {}
-        self.left_out: Counter[str] = Counter()
+        self.left_out = LeftOut()
 
     def enter(self, folder: str, names: Iterable[str]) -> None:
         """What lies in a folder, where all of it is known at once: it is then not asked for."""
@@ -50,19 +51,20 @@ class Walk:
         self.left_out["hidden"] += 1
         return True
 
-    def leave_out(self, key: str, reason: str) -> None:
-        """Count what is no file. Raises :class:`BadObject` in the place of a chunk."""
+    def leave_out(self, key: str, reason: str, why: str) -> None:
+        """Count and name what is no file. Raises :class:`BadObject` in the place of a chunk."""
         folder = _split(key)[0]
         while True:
             if self._is_array(folder) and _CHUNK.fullmatch(key.removeprefix(folder)):
                 raise BadObject(
                     f"{self._store.url}: {key!r} is one of {reason}, which are left out, but a chunk that is not"
                     " there is read as fill values;\nput the file itself there (cp -rL copies what links lead to)"
+                    + (f", or {FOLLOW} it" if why.endswith(f"{FOLLOW} it") else "")
                 )
             if not folder:
                 break
             folder = _split(folder[:-1])[0]
-        self.left_out[reason] += 1
+        self.left_out.add(key, reason, why)
 
     def _is_array(self, folder: str) -> bool:
         if folder not in self._arrays:

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from cachetool.core.errors import AccessDenied, NotFound
+from cachetool.core.errors import AccessDenied, BadObject, NotFound
 from cachetool.stores import Object, open_store
 from tests.servers import Scripted, scripted_server
 
@@ -51,6 +51,27 @@ def test_google_is_listed_and_read(monkeypatch: pytest.MonkeyPatch, scheme: str)
     assert items == [Object("a b.npy", 5, "abc")]
     assert bytes(body) == b"hello"
     assert unquote(server.requests[1][0]) == "/b/p/a b.npy"
+
+
+def test_what_google_unpacks_on_the_way_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then tells no length; and the client of tokens must not ask for packed answers, which it could not read."""
+
+    def script(handler: Scripted) -> None:
+        if "?" in handler.path:
+            handler.answer(200, GCS_LIST, Content_Type="application/xml")
+        else:
+            body = b"8\r\nunpacked\r\n0\r\n\r\n"
+            handler.answer(200, body, Content_Length="", Transfer_Encoding="chunked", **HEADERS)
+
+    with scripted_server(script) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+        store = open_store("gs://b/p")
+        [[item]] = store.list()
+        for take in (lambda: store.get(item), lambda: store.get_range(item, 1, 2)):
+            with pytest.raises(BadObject, match=r"'a b\.npy' comes without a length.*Content-Encoding: gzip"):
+                take()
+    assert not [headers for _, headers in server.requests if "gzip" in headers.get("Accept-Encoding", "")]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,116 @@ def test_the_environment_overrides_region_and_endpoint_of_the_profile(home: dict
     }
 
 
+SERVICES = """
+[profile lab]
+aws_access_key_id = id
+aws_secret_access_key = CANARY
+services = here
+endpoint_url = https://profile
+[services here]
+dynamodb =
+  endpoint_url = https://dynamodb
+s3 =
+  addressing_style = path
+  endpoint_url = https://services
+[profile plain]
+aws_access_key_id = plain
+aws_secret_access_key = CANARY
+endpoint_url = https://profile
+[profile quiet]
+aws_access_key_id = quiet
+aws_secret_access_key = CANARY
+ignore_configured_endpoint_urls = true
+endpoint_url = https://profile
+[profile half]
+aws_access_key_id = half
+aws_secret_access_key = CANARY
+services = none
+[profile other]
+aws_access_key_id = other
+aws_secret_access_key = CANARY
+services = other
+endpoint_url = https://profile
+[services other]
+dynamodb =
+  endpoint_url = https://dynamodb
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "endpoint"),
+    [
+        ({"AWS_PROFILE": "lab", "AWS_ENDPOINT_URL": "https://all", "AWS_ENDPOINT_URL_S3": "https://s3"}, "https://s3"),
+        ({"AWS_PROFILE": "lab", "AWS_ENDPOINT_URL": "https://all"}, "https://all"),
+        ({"AWS_PROFILE": "lab"}, "https://services"),
+        ({"AWS_DEFAULT_PROFILE": "lab"}, "https://services"),
+        ({"AWS_PROFILE": "plain", "AWS_DEFAULT_PROFILE": "lab"}, "https://profile"),
+        ({"AWS_PROFILE": "other"}, "https://profile"),
+        ({"AWS_PROFILE": "lab", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}, None),
+        ({"AWS_PROFILE": "quiet"}, None),
+    ],
+)
+def test_endpoints_come_in_the_order_of_the_aws_tools(
+    home: dict[str, str], env: dict[str, str], endpoint: str | None
+) -> None:
+    aws_files(home, config=SERVICES)
+
+    options = s3_options(URL, {**home, **env})
+
+    assert options.get("endpoint") == endpoint
+    assert options["access_key_id"] == (
+        "plain"
+        if "plain" in env.values()
+        else {"other": "other", "quiet": "quiet"}.get(env.get("AWS_PROFILE", ""), "id")
+    )
+
+
+def test_an_endpoint_of_the_environment_that_is_to_be_ignored_is_overridden(home: dict[str, str]) -> None:
+    """The client reads that variable as well."""
+    aws_files(home, config=SERVICES)
+    env = {**home, "AWS_PROFILE": "lab", "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_REGION": "eu-west-1"}
+
+    options = s3_options(URL, {**env, "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"})
+
+    assert options["endpoint"] == "https://s3.eu-west-1.amazonaws.com"
+
+
+def test_services_that_are_not_there_are_named(home: dict[str, str]) -> None:
+    aws_files(home, config=SERVICES)
+
+    with pytest.raises(AccessDenied, match=r"profile 'half' names the services 'none'.*\[services none\]"):
+        s3_options(URL, {**home, "AWS_PROFILE": "half"})
+    # What follows helps: the section, or the endpoint in the environment.
+    aws_files(home, config=f"{SERVICES}[services none]\ns3 =\n  endpoint_url = https://now\n")
+    assert s3_options(URL, {**home, "AWS_PROFILE": "half"})["endpoint"] == "https://now"
+
+
+@pytest.mark.parametrize("variable", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
+def test_the_variable_that_names_an_unknown_profile_is_named(home: dict[str, str], variable: str) -> None:
+    aws_files(home, config=SERVICES)
+
+    with pytest.raises(AccessDenied, match=rf"no profile 'nope' \({variable}\)") as caught:
+        s3_options(URL, {**home, variable: "nope"})
+    assert "CANARY" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["ftp://user:CANARY@host", "user:CANARY", "http://a b:CANARY"])
+@pytest.mark.parametrize("where", ["services", "profile"])
+def test_an_endpoint_of_a_file_that_is_no_url_is_named_and_not_shown(
+    home: dict[str, str], url: str, where: str
+) -> None:
+    aws_files(
+        home,
+        config=SERVICES.replace(f"https://{where}", url).replace(
+            "services = here", "" if where == "profile" else "services = here"
+        ),
+    )
+
+    with pytest.raises(UsageError, match=r"endpoint_url of (s3 in \[services here\]|profile 'lab')") as caught:
+        s3_options(URL, {**home, "AWS_PROFILE": "lab"})
+    assert "CANARY" not in str(caught.value)
+
+
 def test_no_credentials_at_all_says_what_to_set(home: dict[str, str]) -> None:
     with pytest.raises(AccessDenied, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") as caught:
         s3_options(URL, home)

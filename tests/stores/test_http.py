@@ -427,7 +427,7 @@ def test_an_html_page_in_place_of_an_object_is_refused(kind: str) -> None:
 def test_an_encoded_body_is_refused() -> None:
     """Row 54: identity is asked for, and nothing else is taken."""
     with scripted_server(lambda handler: handler.answer(200, BODY, Content_Encoding="gzip")) as server:
-        with pytest.raises(BadObject, match="encodes"):
+        with pytest.raises(BadObject, match="comes with Content-Encoding: gzip"):
             store_at(server).get(ITEM)
         assert server.requests[0][1]["Accept-Encoding"] == "identity"
 
@@ -1255,7 +1255,7 @@ def test_an_answer_that_contradicts_itself_about_its_end_is_refused(head: str, s
 def test_an_encoding_that_is_said_second_is_seen() -> None:
     head = "Content-Encoding: identity\r\nContent-Encoding: gzip\r\nContent-Length: 50"
     answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + BODY[:50]
-    with pytest.raises(BadObject, match="encodes the body, although it was asked not to"):
+    with pytest.raises(BadObject, match="comes with Content-Encoding: gzip"):
         get(lambda handler: raw(handler, answer), Object("a.npy", -1), limits=QUICK)
 
 

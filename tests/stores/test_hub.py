@@ -8,10 +8,13 @@ import logging
 import urllib.parse
 from pathlib import Path
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.sources import list_source
+from cachetool.sources import list_source, open_source
 from cachetool.stores import Object, open_store
 from tests.servers import Http, Scripted, hub_server, scripted_server
 
@@ -42,6 +45,74 @@ def test_all_pages_are_followed_and_nothing_beside_the_path_is_listed(
         assert listed(URL.replace("name/", "name@main/")) == listed(URL)
         with pytest.raises(NotFound):
             listed(URL.replace("name/", "name@elsewhere/"))
+
+
+@pytest.mark.parametrize(
+    "revision",
+    [
+        "refs/pr/1",
+        "refs/convert/parquet",
+        "refs/convert/duckdb",
+        "v1.0",
+        "c0ffee",
+        "feature%2Fnew",
+        "refs%2Fpr%2F1",
+        "3@2",
+    ],
+)
+@pytest.mark.parametrize("path", ["", "/", "/train", "/train/deep/"])
+def test_revisions_are_written_as_the_hub_writes_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str, path: str
+) -> None:
+    with hub_server(folder, revisions=[urllib.parse.unquote(revision)]) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        url = f"hf://datasets/owner/name@{revision}{path}"
+        below = path.strip("/")
+        keys = [str(file.relative_to(folder / below)) for file in (folder / below).rglob("*") if file.is_file()]
+
+        assert listed(url) == sorted(keys)
+        with contextlib.closing(open_store(url)) as store:
+            assert len(store.get(store.find(keys[0]))) == (folder / below / keys[0]).stat().st_size
+        with pytest.raises(NotFound):
+            listed("hf://datasets/owner/name/train")
+
+
+@pytest.mark.parametrize("revision", ["refs/heads/main", "refs/pr/x", "refs", "refs/convert"])
+def test_other_refs_are_a_revision_and_a_path(folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
+    """As in huggingface_hub: what follows the first slash is the path."""
+    with hub_server(folder, revisions=["refs/heads/main", "refs/pr/x"]) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(NotFound, match=revision):
+            listed(f"hf://datasets/owner/name@{revision}")
+
+
+@pytest.mark.parametrize(
+    ("place", "samples"),
+    [
+        ("name@refs/convert/parquet", 6),
+        ("name@refs/convert/parquet/default/train/0000.parquet", 3),
+        ("name@refs/convert/parquet/default", 6),
+        ("data.h5", 6),
+    ],
+)
+def test_files_of_many_samples_at_such_a_revision_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, samples: int
+) -> None:
+    """Also of a repository whose name looks like that of a file."""
+    (tmp_path / "hub" / "default" / "train").mkdir(parents=True)
+    for number in range(2):
+        table = pyarrow.table({"x": [1, 2, 3]})
+        pyarrow.parquet.write_table(table, tmp_path / "hub" / "default" / "train" / f"000{number}.parquet")
+    with hub_server(
+        tmp_path / "hub", revisions=["main", "refs/convert/parquet"], name="data.h5" if "h5" in place else "name"
+    ) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        url = f"hf://datasets/owner/{place}"
+        listing = list_source(url, tmp_path / "listing", survey="all")
+        with contextlib.closing(open_source(url, listing.folder)) as source:
+            assert source.samples == samples
+            [piece] = source.read(np.arange(2), schema=source.probe(np.arange(2)).schema)
+            assert piece.block.columns["x"].tolist() == [1, 2]
 
 
 def test_the_token_goes_to_the_hub_and_into_no_message(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
+import gzip
+import itertools
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -25,12 +29,14 @@ from cachetool.core.errors import (
     Unreachable,
     UsageError,
 )
-from cachetool.stores import Limits, Object, open_store
-from tests.servers import Moto, Scripted, free_port, rclone_s3, scripted_server
+from cachetool.stores import Limits, Object, OrderedStore, open_store
+from cachetool.stores.redact import printable
+from tests.servers import Moto, Scripted, certificates, free_port, rclone_s3, scripted_server
 
 QUICK = Limits(retry=0.8, throttle=0.8)
 SILENT = Limits(retry=0.8, silence=0.5, listing=0.5)
 SECRET = "CANARYsecret"
+NOW = "Fri, 21 Nov 2025 00:34:00 GMT"
 
 
 def use(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **more: str) -> None:
@@ -105,6 +111,39 @@ def test_a_folder_marker_is_left_out_and_an_empty_object_is_not(moto: Moto, monk
         assert store.left_out == {"folder markers": 2}
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP", "aws-chunked,gzip", "zstd"])
+@pytest.mark.parametrize("key", ["a.json", "a.bin", "a.npy", "a.jpg"])
+def test_packed_objects_are_refused_by_the_name_of_their_encoding(
+    moto: Moto, monkeypatch: pytest.MonkeyPatch, encoding: str, key: str
+) -> None:
+    use(monkeypatch, dict(moto.env))
+    moto.put("packed", {})
+    moto.client.put_object(Bucket="packed", Key=key, Body=gzip.compress(b"x" * 999), ContentEncoding=encoding)
+    store = open_store("s3://packed")
+    item = store.find(key)
+
+    for take in (lambda: store.get(item), lambda: store.get_range(item, 1, 5)):
+        with pytest.raises(BadObject, match=rf"'{key}' comes with Content-Encoding: (gzip|br|zstd), .*unpack them"):
+            take()
+
+
+@pytest.mark.parametrize("encoding", ["identity", "aws-chunked", ""])
+def test_encodings_that_change_no_byte_are_taken(moto: Moto, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    use(monkeypatch, dict(moto.env))
+    moto.put("packed", {})
+    moto.client.put_object(Bucket="packed", Key="a.bin", Body=b"hello", ContentEncoding=encoding)
+    store = open_store("s3://packed")
+
+    assert bytes(store.get(store.find("a.bin"))) == b"hello"
+
+
+def test_looking_at_the_encoding_costs_no_request(made_up: pytest.MonkeyPatch) -> None:
+    with scripted_server(lambda handler: handler.answer(200, b"hello", ETag='"1"', Last_Modified=NOW)) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        assert bytes(open_store("s3://b").get(Object("a.bin", 5, "1"))) == b"hello"
+        assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize("key", ["p/a//b.npy", "p/../b.npy", "p/./b.npy", "p/ctl\x01.npy"])
 def test_a_key_that_cannot_be_fetched_is_named(moto: Moto, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     use(monkeypatch, dict(moto.env))
@@ -115,6 +154,166 @@ def test_a_key_that_cannot_be_fetched_is_named(moto: Moto, monkeypatch: pytest.M
 
     assert isinstance(error, BadObject)
     assert repr(key) in str(error)
+    assert str(error).endswith("--on-error skip")
+    with contextlib.closing(open_store(f"s3://{bucket}/p", skip_unusable=True)) as store:
+        assert list(itertools.chain.from_iterable(store.list())) == []
+        [(name, why)] = store.left_out.listed()  # type: ignore[attr-defined]
+    assert name == printable(key.removeprefix("p/"))
+    assert "cannot be asked for" in why
+
+
+ODD = ["p//c.npy", "p/a//", "p/x/./c.npy", "p/\t.npy", "p/d.npy/", "p/\x7f", "p/x/../c.npy"]
+GOOD = ["p/a.npy", "p/\u00e9 +%.npy", "p/a\\b.npy", "p/x/b.npy", "p/" + "k" * 900 + ".npy", "p/...", "p/&<>.npy"]
+
+
+@pytest.mark.parametrize("prefix", ["p", "p/", ""])
+def test_keys_that_cannot_be_asked_for_are_left_out_by_name_and_the_rest_comes(
+    moto: Moto, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    use(monkeypatch, dict(moto.env))
+    moto.put("odd-keys", {key: key.encode() for key in [*ODD, *GOOD]} | {"p/marker/": b"", "/begins.npy": b"x"})
+    with contextlib.closing(open_store(f"s3://odd-keys/{prefix}", skip_unusable=True)) as store:
+        items = [item for page in store.list() for item in page]
+        start = len(prefix.strip("/") + "/") if prefix else 0
+
+        assert sorted(item.key for item in items) == sorted(key[start:] for key in GOOD)
+        assert all(
+            bytes(store.get(item)) == (f"{prefix.strip('/')}/{item.key}" if start else item.key).encode()
+            for item in items
+        )
+        names = [name for name, _ in store.left_out.listed()]  # type: ignore[attr-defined]
+        odd = [key[start:] for key in ODD] + ([] if prefix else ["/begins.npy"])
+        assert sorted(names) == sorted(map(printable, odd))
+        assert store.left_out["folder markers"] == 1
+
+
+def test_pages_of_an_own_list_are_followed_and_gone_on_with(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, dict(moto.env))
+    keys = [f"{number:04}.bin" for number in range(1100)]
+    moto.put("many", dict.fromkeys(keys, b"x") | {"0500//x": b"x"})
+    store = open_store("s3://many", skip_unusable=True)
+
+    assert [item.key for page in store.list() for item in page] == keys
+    assert isinstance(store, OrderedStore)
+    assert [item.key for page in store.list_after("1090.bin") for item in page] == keys[1091:]
+
+
+def test_an_own_list_is_signed_and_a_wrong_key_is_refused(
+    s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server checks signatures."""
+    use(monkeypatch, s3_env)
+    expected = sorted(item.key for page in open_store("s3://digits/train").list() for item in page)
+
+    assert (
+        sorted(item.key for page in open_store("s3://digits/train", skip_unusable=True).list() for item in page)
+        == expected
+    )
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with pytest.raises(AccessDenied) as caught:
+        list(open_store("s3://digits/train", skip_unusable=True).list())
+    assert "CANARY" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["", "CANARY/tok+en=="])
+def test_the_signature_is_the_one_that_botocore_makes(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    import botocore.auth
+    import botocore.awsrequest
+    import botocore.credentials
+
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "sec/ret+", "AWS_REGION": "eu-west-3"}
+    use(monkeypatch, keys | ({"AWS_SESSION_TOKEN": token} if token else {}), AWS_REQUEST_PAYER="true")
+    with scripted_server(lambda handler: handler.answer(200, b"<ListBucketResult/>")) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        list(open_store("s3://bucket/a b+c/\u00e9", skip_unusable=True).list())
+        path, _, query = server.requests[0][0].partition("?")
+        asked = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        signature, date = asked.pop("X-Amz-Signature"), asked["X-Amz-Date"]
+        at = datetime.datetime.strptime(date, "%Y%m%dT%H%M%SZ").replace(tzinfo=datetime.UTC)
+        monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: at)
+        plain = {name: value for name, value in asked.items() if not name.startswith("X-Amz")}
+        request = botocore.awsrequest.AWSRequest(
+            "GET", f"{server.url}{path}?{urllib.parse.urlencode(plain, quote_via=urllib.parse.quote)}"
+        )
+        credentials = botocore.credentials.Credentials("id", "sec/ret+", token or None)
+        botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-west-3", expires=900).add_auth(request)
+        theirs = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(request.url).query, keep_blank_values=True))
+
+    assert signature == theirs["X-Amz-Signature"]
+    assert plain == {
+        "list-type": "2",
+        "encoding-type": "url",
+        "prefix": "a b+c/\u00e9/",
+        "x-amz-request-payer": "requester",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>", "no list of a bucket"),
+        (b'<!DOCTYPE x [<!ENTITY a "aaaa">]><x>&a;</x>', "no list of a bucket"),
+        (
+            b"<r><IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken></r>",
+            "leads back into itself",
+        ),
+    ],
+)
+def test_an_own_list_that_is_none_is_an_error(made_up: pytest.MonkeyPatch, body: bytes, said: str) -> None:
+    with scripted_server(lambda handler: handler.answer(200, body)) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        with pytest.raises(SourceError, match=said) as caught:
+            list(open_store("s3://b", skip_unusable=True).list())
+    assert "CANARY" not in str(caught.value)
+
+
+def test_where_only_the_client_knows_the_way_no_option_is_advised_that_would_not_help(
+    moto: Moto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, dict(moto.env), http_proxy=moto.env["AWS_ENDPOINT_URL"])
+    moto.put("proxied", {"a//b": b"x"})
+
+    for skip in (False, True):
+        with pytest.raises(BadObject, match="cannot be fetched") as caught:
+            list(open_store("s3://proxied", skip_unusable=skip).list())
+        assert "--on-error" not in str(caught.value)
+        assert str(caught.value).endswith("\nname a longer prefix, without such a key")
+    moto.put("proxied", {"below/c": b"x"})
+    assert [item.key for page in open_store("s3://proxied/below").list() for item in page] == ["c"]
+
+
+def test_an_own_list_trusts_the_authorities_of_the_bundle(made_up: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = b"<r><Contents><Key>a//b</Key><Size>1</Size></Contents><Contents><Key>c</Key><Size>1</Size></Contents></r>"
+    authority, key = certificates(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(key)
+    with scripted_server(lambda handler: handler.answer(200, body), tls=tls) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        with pytest.raises(Unreachable):
+            list(open_store("s3://b", limits=QUICK, skip_unusable=True).list())
+        made_up.setenv("AWS_CA_BUNDLE", str(authority))
+        assert [item.key for page in open_store("s3://b", skip_unusable=True).list() for item in page] == ["c"]
+
+
+def test_a_list_goes_on_with_other_credentials(made_up: pytest.MonkeyPatch) -> None:
+    """As those of a role, which end while a large bucket is listed."""
+    pages = [b"<r><Contents><Key>a.bin</Key><Size>1</Size></Contents><IsTruncated>true</IsTruncated>"
+             b"<NextContinuationToken>t</NextContinuationToken></r>",
+             b"<r><Contents><Key>b.bin</Key><Size>1</Size></Contents></r>"]  # fmt: skip
+
+    def script(handler: Scripted) -> None:
+        if "CANARYid" in handler.path and "continuation-token" in handler.path:
+            made_up.setenv("AWS_ACCESS_KEY_ID", "CANARYnew")
+            handler.answer(403, b"<Error><Code>ExpiredToken</Code></Error>")
+        else:
+            handler.answer(200, pages["start-after=a.bin" in handler.path])
+
+    with scripted_server(script) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        assert [item.key for page in open_store("s3://b", skip_unusable=True).list() for item in page] == [
+            "a.bin",
+            "b.bin",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,25 @@ def test_links_that_are_no_chunks_are_left_out(version: int, place: Path, url: s
     assert sum(store.left_out.values()) == 5
 
 
+def test_links_are_followed_when_asked_and_named_when_not(place: Path, url: str) -> None:
+    """Over SFTP no link is followed unasked: only the server knows where it leads."""
+    (place / "sub").mkdir()
+    (place / "sub" / "a.npy").write_bytes(b"abc")
+    for name, target in {"ok.npy": "sub/a.npy", "circle.npy": "circle.npy", "gone.npy": "x", "dir.npy": "sub"}.items():
+        (place / name).symlink_to(target)
+    store = open_store(url, follow_links=True)
+    items = {item.key: item for page in store.list() for item in page}
+
+    assert set(items) == {"sub/a.npy", "ok.npy"}
+    assert bytes(store.get(items["ok.npy"])) == b"abc"
+    assert {name for name, _ in store.left_out.listed()} == {"circle.npy", "gone.npy", "dir.npy"}  # type: ignore[attr-defined]
+    store = open_store(url)
+    keys = {item.key for page in store.list() for item in page}
+    named = {name for name, _ in store.left_out.listed()}  # type: ignore[attr-defined]
+    assert keys | named == {"sub/a.npy", "ok.npy", "circle.npy", "gone.npy", "dir.npy"}
+    assert not keys & named
+
+
 def test_a_hidden_folder_that_may_not_be_entered_is_left_out(
     place: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
