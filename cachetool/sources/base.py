@@ -8,8 +8,8 @@ number of samples nobody knows before it is fetched, it is the archive with all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -94,7 +94,9 @@ class Probe:
     per_unit: int = 1
     """About how many samples a draw brings: 1, but of whole archives."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """What is in no sample although nobody said so: name of an array or value of a file, and why."""
+    """What is in no sample although nobody said so: name of an object, or of an array or value of a file, and why."""
+    left_out_counts: Mapping[str, int] = field(default_factory=dict)
+    """How many objects are in no sample, by reason: all, those without a name in :attr:`left_out` too."""
 
 
 class Source(Protocol):

@@ -1,13 +1,17 @@
-"""Whether an object or its store fails: an object may be lost, archived or forbidden on a store that works."""
+"""Whether an object or its store fails: an object may be lost, archived or forbidden on a store that works; and what to
+do about an object."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-from cachetool.core.errors import AccessDenied, BadObject, SourceError, Unreachable
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable
+from cachetool.sources.readers import MisfitRows
 from cachetool.stores import Object, Store
+from cachetool.stores.base import CHANGED
 
-__all__ = ["Blame"]
+__all__ = ["Blame", "naming_skip"]
 
 TRIED = 3
 """Objects to be tried where none has come yet."""
@@ -52,3 +56,29 @@ class Blame:
             return False
         self._came = item
         return True
+
+
+_AGAIN = "\nrun this again to read it as it is now, or leave such out, up to 1 % of all, with --on-error skip"
+
+
+@contextlib.contextmanager
+def naming_skip(*, skip_bad: bool, has_refresh: bool = True) -> Iterator[None]:
+    """Around the reading of samples: the error of one that cannot be used says how to go on without it. Where the store
+    refuses an object, the error is the store's, as it may come later. ``has_refresh``: whether the command can list
+    again, as ``pull`` can; another lists whenever it runs."""
+    try:
+        yield
+    except (BadObject, NotFound) as error:
+        cause = error.__cause__
+        if isinstance(cause, AccessDenied | Unreachable) and not skip_bad:
+            raise type(cause)(
+                f"{cause};\nother objects come: leave such out, up to 1 % of all, with --on-error skip"
+            ) from error
+        if CHANGED in str(error) and not has_refresh:
+            raise type(error)(str(error).replace(CHANGED, _AGAIN)) from error
+        if isinstance(error, MisfitRows):
+            raise BadObject(f"{error}, or leave out such rows, up to 1 % of all, with --on-error skip") from error
+        if skip_bad or " --" in str(error):  # it says what to do; the name of an object may have such dashes, too
+            raise
+        refresh = "list again with --refresh, or " if isinstance(error, NotFound) and has_refresh else ""
+        raise type(error)(f"{error};\n{refresh}leave such out, up to 1 % of all, with --on-error skip") from error

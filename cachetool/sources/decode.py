@@ -7,7 +7,7 @@
               nested as JSON text; a top level that is no object is one field named ``json``
 ``.cls .id``  a whole number, int64
 ``.txt``      text, UTF-8
-images        bytes, or a uint8 array (height, width, 3)
+images        bytes, or an array of pixels (:mod:`cachetool.sources.images`)
 the rest      bytes
 ============  ============================================================================================
 """
@@ -35,6 +35,8 @@ from cachetool.proc.arrays import literal
 from cachetool.proc.folders import MAX_JSON
 from cachetool.sources.keys import Part
 from cachetool.sources.npz import directory_of, unpacked
+from cachetool.sources.options import Pixels
+from cachetool.sources.value_format import is_raw, raw_array
 
 __all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy"]
 
@@ -50,6 +52,7 @@ _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
 _OWN_MEMORY = 2**20
 """A document of JSON may take 30 times its bytes in memory: of larger ones than this one thread alone has one."""
 _LARGE = threading.Lock()
+_AS_STORED = Pixels()
 
 
 class Unusable:
@@ -68,11 +71,12 @@ class _NotStored(BadObject):
 
 
 def decode(
-    part: Part, data: memoryview, *, images: bool, size: tuple[int, int] | None = None
+    part: Part, data: memoryview, *, images: bool, pixels: Pixels = _AS_STORED, values: str | None = None
 ) -> Iterator[tuple[str, Value]]:
     """The fields of one object, ``(name, value)``.
 
-    ``images``: decode images, to this height and width if ``size`` is given. Raises :class:`BadObject` with the reason
+    ``images``: decode images, to ``pixels``; ``values``: what objects of bytes are, as ``--value-format`` says. Raises
+    :class:`BadObject` with the reason
     alone; the caller names the object.
     """
     match part.kind:
@@ -89,7 +93,15 @@ def decode(
         case "image" if images:
             from cachetool.sources.images import decode_image
 
-            yield part.field, decode_image(data, size)
+            yield part.field, decode_image(data, pixels.size, masks=pixels.masks)
+        case "bytes" if values == "npy":
+            yield part.field, parse_npy(data)
+        case "bytes" if values == "image":
+            from cachetool.sources.images import decode_image
+
+            yield part.field, decode_image(data, pixels.size, masks=pixels.masks)
+        case "bytes" if values is not None and is_raw(values):
+            yield part.field, raw_array(values, data)
         case _:
             yield part.field, data
 

@@ -7,7 +7,8 @@ counted and the schema holds all of them; and rows will be read from the first t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +20,15 @@ from cachetool.core.schema import KEY, Schema
 from cachetool.sources.byte_source import Files, SourceFile, StoreRanges
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_opening import MAX_WHOLE, OpenedRows, WholeFile, rows_options
-from cachetool.sources.file_table import UNIT_BYTES, write_table
+from cachetool.sources.file_table import write_table
 from cachetool.sources.index import IndexSeen, index_facts
-from cachetool.sources.kinds import OURS, EachFile, Kind
+from cachetool.sources.kinds import OURS, EachFile, Kind, is_ours
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
-from cachetool.sources.readers import EmptyFile, bounded
+from cachetool.sources.readers import EmptyFile, LeftOut, bounded, of_file
+from cachetool.sources.rows import UNIT_BYTES
 from cachetool.stores import Object, Store
 
 __all__ = ["Survey", "list_files"]
@@ -48,30 +50,35 @@ def list_files(
     alone: bool = False,
     survey: Survey = "probe",
     local: Path | None = None,
+    left_out: Callable[[], Mapping[str, int]] = dict,
+    learned: Mapping[str, Kind] | None = None,
 ) -> Listing:
     """Write the listing of the files among ``pages`` and what they hold into ``folder``. ``alone``: of one file, beside
-    which nothing was looked for; ``local``: where the store lies on this machine, if it does.
+    which nothing was looked for; ``local``: where the store lies on this machine, if it does; ``left_out`` as for
+    :func:`~cachetool.sources.listing.write_listing`; ``learned``: kinds of files by extensions that no kind has.
 
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    seen, stem = IndexSeen(store), EachFile(kind, alone=alone)
+    seen, stem = IndexSeen(store), EachFile(kind, alone=alone, learned=learned or {})
     listing = write_listing(
         folder, seen.note(pages), stem=stem, url=store.url,
-        left_out=lambda: store.left_out, progress=progress,
+        left_out=left_out, progress=progress,
     )  # fmt: skip
     if not listing.objects:
         return listing
     files = Files(store, listing, folder=local)
     place = repr(files.name(0)) if alone else store.url
-    if options.decode and kind.name == "npy":
-        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {place}")
-    if options.value_format is not None and kind.name != "lmdb":
+    if options.decodes_images and kind.name == "npy":
+        what = f"--decode {options.decode} is for fields of bytes"
+        raise UsageError(f"{what}; the rows of .npy files are numbers: {place}")
+    if options.value_format is not None and kind.name not in ("lmdb", "raw"):
         holds = f"is a {kind.name} file" if alone else f"holds {kind.name} files"
-        raise UsageError(f"--value-format is for lmdb files; {place} {holds}")
+        raise UsageError(f"--value-format is for lmdb files and objects of bytes; {place} {holds}")
     if alone and local is not None:
         seen.ask_ours()
-    facts = _Look(files, folder, kind, options, seen, survey, stem.others.listed()).write(alone=alone)
+    others = (*listing.left_out.listed(), *stem.others.listed())
+    facts = _Look(files, folder, kind, options, seen, survey, others).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
         raise NotFound(f"no samples {'in' if alone else 'under'} {place}: no rows in {where}")
@@ -135,9 +142,8 @@ class _Look:
             item, single = self._files.item(number), len(self._numbers) == 1
             file = SourceFile(Path(item.key), item.size, ranges, number, alone=single, in_order=self._in_order)
             opened = self._kind.opened(file, options)
-            return facts_of_rows(opened, item.size), tuple(
-                (name if single else f"{item.key}: {name}", why) for name, why in opened.skipped
-            )
+            skipped = opened.skipped if single else tuple(of_file(item.key, opened.skipped))
+            return facts_of_rows(opened, item.size), skipped
 
         fetcher: Fetcher[int, Any] = Fetcher(look, self._files.store.concurrency)
         try:
@@ -151,6 +157,13 @@ class _Look:
         folders, roots = self._files.mark_folders(self._kind.marks)
         if not roots:
             raise NotFound(f"{self._files.store.url}: no {self._kind.name} in it")
+        beside = LeftOut()
+        for number in self._numbers if roots != ("",) else ():
+            key = self._files.listing.object(number).key
+            at = bisect.bisect_right(roots, key)
+            if not (at and key.startswith(roots[at - 1])) and not is_ours(key):
+                beside.add(key, f"in no {self._kind.name}")
+        self._others += beside.listed()
         ours = self._seen.exported(self._kind, [root.rstrip("/") for root in roots], alone=roots == ("",))
         return self._guarded(ours, roots, folders)
 
@@ -206,10 +219,8 @@ class _Look:
                     raise BadObject(str(error)) from None
                 self._skipped.append((files.name(number), "no samples in it"))
                 return FileFacts(rows=0, chunk=1, piece=0, schema=[], offsets={}, stored={}, cuts=[])
-            self._skipped += [
-                (name if len(self._numbers) == 1 else f"{files.name(number)}: {name}", why)
-                for name, why in opened.skipped
-            ]
+            single = len(self._numbers) == 1
+            self._skipped += opened.skipped if single else of_file(files.name(number), opened.skipped)
             unit_bytes = _IN_ORDER if self._in_order else UNIT_BYTES
             facts = facts_of_records(opened, files.item(number).size, unit_bytes)
             if self._kind.guarded:
@@ -235,6 +246,8 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
             if not same or offset + file_facts.rows * field.nbytes > files.item(number).size:
                 raise BadObject(f"{files.item(number).key!r}: field {field.name!r} reaches past the end of the file")
         good = file_facts.rows >= 0 and file_facts.chunk >= 1
+        packing = file_facts.packing
+        good = good and isinstance(packing, dict) and all(isinstance(one, dict) for one in packing.values())
         if file_facts.cuts is not None:
             good = (
                 good

@@ -27,6 +27,7 @@ from cachetool.sources.opening import OpenedFiles
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
 from cachetool.sources.readers import RandomAccess, RecordFile
+from cachetool.sources.value_format import is_raw
 from cachetool.stores import Object
 
 __all__ = [
@@ -130,15 +131,24 @@ class OpenedRows:
 
 def rows_options(options: SourceOptions) -> SourceOptions:
     """What the reader of a file of rows is told: which fields, and how they are called."""
-    return SourceOptions(fields=options.fields, rename=options.rename, rows=options.rows, key=options.key)
+    return SourceOptions(
+        fields=options.fields,
+        rename=options.rename,
+        rows=options.rows,
+        key=options.key,
+        read_as=options.read_as,
+        decode="cf" if options.decode == "cf" else None,
+        value_format=options.value_format if is_raw(options.value_format) else None,
+    )
 
 
 def records_options(options: SourceOptions, kind: Kind) -> SourceOptions:
     """What the reader of a file of records is told: in tar files labels and images are its own."""
     if kind.name == "tar":
         return replace(options, concurrency=None)
-    values = options.resize if options.value_format == "image" else None
-    return replace(options, concurrency=None, label_from_folder=False, decode=None, resize=values)
+    if options.value_format == "image":
+        return replace(options, concurrency=None, label_from_folder=False)
+    return replace(options, concurrency=None, label_from_folder=False, decode=None, resize=None)
 
 
 class WholeFile:

@@ -28,7 +28,7 @@ from cachetool.sources.file_opening import (
 )
 from cachetool.sources.file_table import Run, Table
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import RecordFile
+from cachetool.sources.readers import LeftOut, RandomAccess, RecordFile, of_file
 from cachetool.sources.shapes import common
 
 __all__ = ["Reader", "Want", "reader_of"]
@@ -61,6 +61,8 @@ class Reader(Protocol):
     """Whether only who reads all in order reads fast."""
     fetched: int
     """Bytes that it fetched itself so far."""
+    skipped: LeftOut
+    """What is not taken of the files that were opened as a whole so far, of which the tables do not tell."""
 
     def wants(self, run: Run) -> list[Want]:
         """The parts to fetch, in the order in which :meth:`block` takes them."""
@@ -96,7 +98,7 @@ class _Extents:
     def __init__(self, files: Files, table: Table) -> None:
         self._files, self._table = files, table
         self._kept: OrderedDict[tuple[int, str], memoryview] = OrderedDict()
-        self.fetched = 0
+        self.fetched, self.skipped = 0, LeftOut()
 
     def _resident(self, file: int, nbytes: int) -> bool:
         return self._several(file) and bool(nbytes < _SMALL_ROW and nbytes * self._table.rows[file] <= RESIDENT)
@@ -158,7 +160,7 @@ class _Opened:
             self._schema = common(self._schema, layout.schema, first=Path("one file"), then=Path("another"))
         self._open: OpenedRows | None = None
         self._at_hand = table.in_order and not table.roots and files.at_hand
-        self.fetched = 0
+        self.fetched, self.skipped = 0, LeftOut()
 
     def wants(self, run: Run) -> list[Want]:
         if self._at_hand:  # whoever needs them reads them out of the file
@@ -206,7 +208,7 @@ class _Records:
         self._files, self._table, self._kind, self._options = files, table, table.kind, options
         self.labels = table.kind.name == "tar"
         self.numbered = True
-        self.fetched = 0
+        self.fetched, self.skipped = 0, LeftOut()
         self._open: tuple[int, WholeFile] | None = None
         self._in_parts = np.zeros(len(table.rows), dtype=np.bool_)
         self._in_parts[table.parts[:, 0]] = True
@@ -238,7 +240,7 @@ class _Records:
                 self._open = run.file, WholeFile(self._files, run.file, self._kind, self._options, table.ours, layout)
             return self._open[1].read(run.start, run.stop)
         if self._kind.by_path or (table.ours is not None and self._kind.name == "tfrecord"):
-            block = self._by_path(bodies, called(self._files, run.file, self._kind))
+            block = self._by_path(bodies, called(self._files, run.file, self._kind), run.file)
         else:
             if self._kind.name == "tar" and not table.file_is_unit:
                 bodies.append(memoryview(bytes(_TAR_END)))
@@ -248,13 +250,20 @@ class _Records:
                 names=layout.names if layout else {},
             )  # fmt: skip
             source: RecordFile = self._kind.opened(file, records_options(self._options, self._kind))
+            self._note(run.file, source)
             blocks = list(source.blocks())
             block = Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
         if not table.file_is_unit and len(block) != run.stop - run.start:
             raise BadObject(f"{item.key!r} holds other records than its index says")
         return block
 
-    def _by_path(self, bodies: list[memoryview], name: str) -> Block:
+    def _note(self, file: int, source: RecordFile | RandomAccess) -> None:
+        """Keep what is not taken of a file that was opened."""
+        if self._table.file_is_unit:
+            several = len(self._table.rows) > 1
+            self.skipped.update(of_file(self._files.name(file), source.skipped) if several else source.skipped)
+
+    def _by_path(self, bodies: list[memoryview], name: str, file: int) -> Block:
         options = records_options(self._options, self._kind)
         with nameless() as (fd, path):
             while bodies:
@@ -262,6 +271,7 @@ class _Records:
             with renamed(path, name):
                 source = open_at(path, self._kind, options, self._table.ours)
                 with contextlib.closing(source):
+                    self._note(file, source)
                     blocks = list(run_of_blocks(source, 0, source.samples))
                     return Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
 

@@ -31,16 +31,16 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.proc.folders import new_file, replacing
 from cachetool.sources.byte_source import Seen
+from cachetool.sources.cf import Packing
 from cachetool.sources.kinds import Kind, kind_named
 from cachetool.sources.listing import TABLE_FILE, opened
 from cachetool.sources.opening import FileFacts
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
+from cachetool.sources.rows import UNIT_BYTES
 
 __all__ = ["Layout", "Run", "Table", "write_table"]
 
-UNIT_BYTES = 64 * 2**10
-"""Rows smaller than this are fetched, and so drawn, with their neighbours: a request costs as much as so many bytes."""
 IN_ORDER_BYTES = BLOCK_BYTES
 """The same where all rows are read in order."""
 _VERSION = 1
@@ -56,6 +56,8 @@ class Layout:
     """The dtype of each field in the file; empty when a library has to read it."""
     names: dict[str, str]
     """What the file calls fields that have another name."""
+    packing: dict[str, Packing]
+    """The CF attributes of fields whose numbers stand for others: of files of one series they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,12 @@ class Table:
         names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
         with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
             layouts = tuple(
-                Layout(Schema.from_json(layout["schema"]), tuple(map(np.dtype, layout["stored"])), layout["names"])
+                Layout(
+                    Schema.from_json(layout["schema"]),
+                    tuple(map(np.dtype, layout["stored"])),
+                    layout["names"],
+                    layout.get("packing", {}),
+                )
                 for layout in about["layouts"]
             )
         counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
@@ -143,8 +150,8 @@ class Table:
         """Raise :class:`UsageError` for options that would choose other fields than these tables hold."""
         if chosen(options) != self.chosen:
             raise UsageError(
-                f"{url} was listed with other --fields, --rename or --value-format; give the same, or use another"
-                " --dataset or cache"
+                f"{url} was listed with other --fields, --rename, --decode or --value-format; give the same, or use"
+                " another --dataset or cache"
             )
 
     def unit_sizes(self) -> _Numbers | int:
@@ -213,7 +220,9 @@ class Table:
 def chosen(options: SourceOptions) -> dict[str, Any]:
     """The options that decide which rows and fields there are."""
     fields = None if options.fields is None else list(options.fields)
-    return {"fields": fields, "rename": dict(options.rename), "values": options.value_format, "rows": options.rows}
+    decoded = {"decode": "cf"} if options.decode == "cf" else {}
+    facts = {"fields": fields, "rename": dict(options.rename), "values": options.value_format, "rows": options.rows}
+    return facts | decoded
 
 
 def write_table(
@@ -239,7 +248,8 @@ def write_table(
     for file_facts in facts:
         stored = list(file_facts.stored.values()) if len(file_facts.stored) == len(file_facts.schema) else []
         if file_facts.schema:
-            text = json.dumps({"schema": file_facts.schema, "stored": stored, "names": file_facts.names})
+            about_rows = {"schema": file_facts.schema, "stored": stored}
+            text = json.dumps(about_rows | {"names": file_facts.names, "packing": file_facts.packing})
             layout.append(layouts.setdefault(text, len(layouts)))
         if file_facts.cuts is not None:
             chunk.append(0)

@@ -29,14 +29,16 @@ from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.byte_source import Files, fetch_part
+from cachetool.sources.cf import ATTRIBUTES, described
+from cachetool.sources.classes import LABEL, folder_of, label_field
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_reading import Reader, Want, reader_of
 from cachetool.sources.file_table import Run, Table
-from cachetool.sources.images import ImageSurvey, packed, unpacked, with_images
+from cachetool.sources.images import ImageSurvey, no_images, packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import DrawOrder, order_of
-from cachetool.sources.readers import NOT_ASKED, EmptyFile
+from cachetool.sources.readers import NOT_ASKED, NOTE, EmptyFile, MisfitRows
 from cachetool.sources.rows import joined
 from cachetool.sources.shapes import common_of, fitted
 from cachetool.stores import Store
@@ -72,6 +74,8 @@ class Batch:
     gets: list[Get]
     bodies: list[list[memoryview]]
     errors: dict[int, BadObject | NotFound] = field(default_factory=dict)
+    misfits: dict[int, MisfitRows] = field(default_factory=dict)
+    """By the number of a run: some of its rows are no samples. Its block has the others."""
     fetched: int = 0
     missing: int = 0
 
@@ -113,7 +117,6 @@ def deliver(batch: Batch, get: Get, body: Body) -> None:
 
 AHEAD = 128 * 2**20
 """Bytes that may be in flight or waiting for their turn."""
-LABEL = "label"
 _PROBED = 8
 _FIRST_RUNS = 8
 _PROBED_BYTES = 64 * 2**20
@@ -141,12 +144,14 @@ class FilesSource:
         self._store, self._table, self._options, self._files = store, table, options, files
         self._blame = Blame(store, files.item, listing.objects)
         kind = table.kind.name
-        self._images = options.decode == "image" and kind != "tar"  # members of tar files say what they are
+        # Members of tar files say what they are, and the values of a database may be declared to be images.
+        self._images = options.decodes_images and kind != "tar" and options.value_format != "image"
         self._sparse = kind == "tfrecord" and table.ours is None
         self._number = options.key and number
         self.url = url
         sizes = table.unit_sizes()
         self._sizes = sizes
+        self.left_out_counts = dict(listing.left_out)
         self.units = self.samples = sizes if isinstance(sizes, int) else int(sizes.sum())
         facts = [listing.identity, kind, table.chosen]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -163,15 +168,24 @@ class FilesSource:
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
-        left_out = tuple(entry for entry in self._table.skipped if entry[1] != NOT_ASKED)
-        return replace(self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad), left_out=left_out)
+        probe = self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad)
+        skipped = (*self.skipped, *self._reader.skipped.listed())
+        left_out = tuple(entry for entry in skipped if entry[1] != NOT_ASKED)
+        return replace(probe, left_out=left_out, left_out_counts=self.left_out_counts)
 
     def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
+        if self._options.decode == "cf" and not any(layout.packing for layout in self._table.layouts):
+            raise UsageError(
+                f"--decode cf finds nothing to decode in {self.url}: no field taken has the attributes"
+                f" {', '.join(ATTRIBUTES[1:])} of HDF5, netCDF4 or Zarr;\nleave --decode out"
+            )
         if self._table.layouts and (self._table.in_order or not self._table.kind.records):
             firsts = np.flatnonzero(np.diff(np.maximum.accumulate(self._table.layout), prepend=-1))
             layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
             by_name = [(self._called(file), layout.schema) for file, layout in layouts]
             schema = self._schema(common_of(by_name, sparse=self._sparse))
+            if self._images and schema.is_fixed and len(units):
+                raise self._no_images(schema)
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
             if self._images and self._table.in_order:
@@ -205,7 +219,7 @@ class FilesSource:
 
     def _all_images(self, schema: Schema) -> Probe:
         """The schema that holds the images of all samples, which are looked at one block after another."""
-        images, nbytes = ImageSurvey(schema, self._options.resize), 0
+        images, nbytes = ImageSurvey(schema, self._options.pixels), 0
         with contextlib.closing(self._fetched(np.arange(self.units, dtype=np.int64))) as batches:
             for piece in self._pieces(batches, schema, skip_bad=False):
 
@@ -213,6 +227,8 @@ class FilesSource:
                     return self._row_name(int(draws[index]))
 
                 nbytes += images.add(piece.block, called)
+        if images.schema == schema:
+            raise self._no_images(schema)
         return Probe(images.schema, -(-nbytes // max(1, self.units)))
 
     def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
@@ -229,8 +245,15 @@ class FilesSource:
     def _probed(self, schema: Schema, blocks: list[Block], per_unit: int, *, skip_bad: bool) -> Probe:
         nbytes, count = sum(block.nbytes for block in blocks), sum(map(len, blocks))
         if self._images:
-            schema, nbytes = with_images(schema, blocks, self._options.resize, skip_bad=skip_bad)
+            stored = schema
+            schema, nbytes = with_images(stored, blocks, self._options.pixels, skip_bad=skip_bad)
+            if schema == stored and count:
+                raise self._no_images(schema)
         return Probe(schema, -(-nbytes // max(1, count)), per_unit)
+
+    def _no_images(self, schema: Schema) -> UsageError:
+        why = "no field of bytes begins as JPEG, PNG, WebP, GIF or TIFF do"
+        return no_images(self.url, self._options.decode, schema, why)
 
     def read(
         self,
@@ -246,9 +269,8 @@ class FilesSource:
         batches = _Batches(self._fetcher, self._batches(numbers, block_bytes, growing=growing))
         pieces = self._pieces(batches, schema, skip_bad=skip_bad)
         if self._images:
-            size = self._options.resize
             pieces = unpacked(
-                pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes,
+                pieces, schema, self._options.pixels, skip_bad=skip_bad, block_bytes=block_bytes,
                 name=lambda draw: self._row_name(int(numbers[draw])),
             )  # fmt: skip
         return Reading(batches.fetching, pieces)
@@ -265,6 +287,9 @@ class FilesSource:
                 error = batch.errors.get(number)
                 if error is None and self._table.file_is_unit and not len(block):
                     continue  # a file without samples has no schema that could fit
+                misfits = _asked(run, batch.misfits.get(number))
+                if misfits is not None and not skip_bad:
+                    error = misfits
                 if error is None:
                     try:
                         wanted = packed(schema, block.schema) if self._images else schema
@@ -280,6 +305,11 @@ class FilesSource:
                     skipped += [Skipped(run.first + at, key, reason) for at, key in enumerate(keys)]
                 else:
                     first = np.arange(run.first, run.first + len(run.inside))
+                    if misfits is not None:
+                        bad = np.flatnonzero(is_misfit := _is_misfit(run, misfits)).tolist()
+                        keys, rows = self._keys(run), (run.start + run.inside).tolist()
+                        skipped += [Skipped(run.first + at, keys[at], misfits.misfits[rows[at]]) for at in bad]
+                        first = first[~is_misfit]
                     draws.append(np.repeat(first, len(block)) if self._table.file_is_unit else first)
             block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
             at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
@@ -291,7 +321,8 @@ class FilesSource:
     @property
     def skipped(self) -> tuple[tuple[str, str], ...]:
         """What of the files is in no sample: name and reason."""
-        return self._table.skipped
+        note = "" if self._options.decode == "cf" else described([layout.packing for layout in self._table.layouts])
+        return ((NOTE, note), *self._table.skipped) if note else self._table.skipped
 
     @property
     def in_order(self) -> bool:
@@ -374,10 +405,15 @@ class FilesSource:
             block: Block | None = None
             if number not in batch.errors:
                 try:
-                    block = self._reader.block(run, batch.bodies[number])
+                    try:
+                        block = self._reader.block(run, batch.bodies[number])
+                    except MisfitRows as error:
+                        batch.misfits[number], block = error, error.block
                     if not self._table.file_is_unit and not _in_order(run):
                         block = block.take(run.inside)
                     block = self._completed(run, block)
+                    if number in batch.misfits:
+                        block = block.take(np.flatnonzero(~_is_misfit(run, batch.misfits[number])))
                 except EmptyFile as error:
                     if len(self._table.rows) == 1:
                         batch.errors[number] = BadObject(str(error))
@@ -393,11 +429,14 @@ class FilesSource:
         columns: dict[str, Column] = dict(block.columns)
         fields = list(block.schema)
         if self._options.label_from_folder and not self._reader.labels:
-            folder = self._files.name(self._object(run.file)).rpartition("/")[0].rpartition("/")[2]
+            folder = folder_of(self._files.name(self._object(run.file)))
             if not folder:
                 raise BadObject(f"{self._called(run.file)!r} lies in no folder, which --label-from-folder could take")
-            columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
-            fields.append(Field(LABEL, "str"))
+            if self._options.label_from_folder == "int":
+                columns[LABEL] = np.full(len(block), self._options.classes.index(folder), dtype="<i8")
+            else:
+                columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
+            fields.append(label_field(self._options))
         if self._number and KEY not in block.schema:
             keys = self._keys(run, len(block))
             columns[KEY] = joined([key.encode("utf-8", "surrogateescape") for key in keys])
@@ -405,16 +444,29 @@ class FilesSource:
         return Block(Schema(tuple(fields)), columns)
 
     def _schema(self, rows: Schema) -> Schema:
-        more = [Field(LABEL, "str")] if self._options.label_from_folder and not self._reader.labels else []
+        more = [label_field(self._options)] if self._options.label_from_folder and not self._reader.labels else []
         if self._number and KEY not in rows:
             more.append(Field(KEY, "str"))
-        for name in self._options.fields or ():
+        self._refuse_unknown(rows)
+        for name in self._options.chosen or ():
             if name not in rows and name != LABEL:
                 for file, why in self._table.skipped:
                     if file == name or file.endswith(f": {name}"):
                         raise UsageError(f"field {name!r} cannot be taken: {why}")
                 raise UsageError(f"no field {name!r}; there is {', '.join(rows.names)}")
         return Schema((*rows, *more))
+
+    def _refuse_unknown(self, rows: Schema) -> None:
+        """Raise :class:`UsageError` for a field to leave out that is in no file; tar files see to that themselves."""
+        if self._table.kind.name == "tar":
+            return
+        skipped = [name for name, _ in self._table.skipped]
+        old = {new: name for name, new in self._options.rename.items()}
+        for new in sorted(self._options.dropped if "..." not in skipped else ()):
+            name = old.get(new, new)
+            # ``a`` may be all of the columns ``a.b``.
+            if not any(f"{entry}.".startswith(f"{name}.") or f": {name}." in f"{entry}." for entry in skipped):
+                raise UsageError(f"no field {new!r} to leave out; there is {', '.join(rows.names)}")
 
     def _object(self, file: int) -> int:
         return 0 if self._table.roots else file
@@ -463,6 +515,18 @@ class _Batches:
 
 
 _NOTHING = Schema((Field("nothing", "bytes"),))
+
+
+def _is_misfit(run: Run, error: MisfitRows) -> npt.NDArray[np.bool_]:
+    """Mark the draws of a run that are no samples."""
+    return np.isin(run.start + run.inside, list(error.misfits))
+
+
+def _asked(run: Run, error: MisfitRows | None) -> MisfitRows | None:
+    """The error for the rows of a run that are asked for; None when all of these are good."""
+    if error is None or not (is_misfit := _is_misfit(run, error)).any():
+        return None
+    return error.of((run.start + run.inside[is_misfit]).tolist())
 
 
 def _in_order(run: Run) -> bool:

@@ -28,7 +28,7 @@ from cachetool.core.errors import BadObject, UsageError, from_json
 from cachetool.core.schema import Field, Schema
 from cachetool.proc.boot import begin
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import ClosingFile
+from cachetool.sources.readers import ClosingFile, MisfitRows
 
 __all__ = ["GuardedFile", "read_block"]
 
@@ -74,16 +74,18 @@ class GuardedFile(ClosingFile):
             raise BadObject(f"{path}: its reader talks nonsense: {error}") from error
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Samples ``start`` to ``stop``. Raises :class:`MisfitRows` where some of them are none."""
         if not 0 <= start <= stop <= self.samples:
             raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
         child = self._open()
         child.ask({"read": [start, stop]})
         with self._closing_on_error():
-            block = child.block(self.schema)
+            block, misfits = child.block(self.schema)
             if (count := len(block)) != stop - start:  # of none for ever a caller would ask for ever
                 raise BadObject(f"{self.path}: its reader talks nonsense: {count} samples instead of {stop - start}")
-            return block
+        if misfits:
+            raise MisfitRows(child.at, block, misfits)
+        return block
 
     def close(self) -> None:
         """End the process."""
@@ -110,7 +112,8 @@ class _Child:
     """The process that has the file open: one request, one answer."""
 
     def __init__(self, path: Path, options: SourceOptions, opener: str, about: Mapping[str, Any]) -> None:
-        self._at = str(path)
+        self.at = str(path)
+        """The file that it touched last."""
         self.busy = False
         """Whether an answer is still to come."""
         self._process = begin(
@@ -143,13 +146,14 @@ class _Child:
         except BrokenPipeError:
             self._died()
 
-    def block(self, schema: Schema) -> Block:
-        """The block that was asked for."""
+    def block(self, schema: Schema) -> tuple[Block, dict[int, str]]:
+        """The block that was asked for; the rows of it that are no samples, by their numbers in the file, and why."""
         about = self._answer()
         try:
-            return read_block(schema, about["arrays"], self._receive)
+            block = read_block(schema, about["arrays"], self._receive)
+            return block, {int(row): str(why) for why, rows in about.get("misfits", ()) for row in rows}
         except (UsageError, ValueError, TypeError, LookupError) as error:
-            raise BadObject(f"{self._at}: its reader talks nonsense: {error}") from error
+            raise BadObject(f"{self.at}: its reader talks nonsense: {error}") from error
         finally:
             self.busy = False
 
@@ -173,18 +177,18 @@ class _Child:
         while True:
             (length,) = struct.unpack("<I", self._receive(4).data)
             if length > MAX_ANSWER:
-                raise BadObject(f"{self._at}: its reader talks nonsense")
+                raise BadObject(f"{self.at}: its reader talks nonsense")
             try:
                 about = dict[str, Any](json.loads(self._receive(length).tobytes()))
             except (ValueError, TypeError) as error:
-                raise BadObject(f"{self._at}: its reader talks nonsense: {error}") from error
+                raise BadObject(f"{self.at}: its reader talks nonsense: {error}") from error
             if "error" in about:
                 self.busy = False
                 raise from_json(about)
             if "at" not in about:
                 self.busy = "arrays" in about  # these follow
                 return about
-            self._at = str(about["at"])
+            self.at = str(about["at"])
 
     def _receive(self, count: int) -> npt.NDArray[np.uint8]:
         """Exactly ``count`` bytes."""
@@ -196,7 +200,7 @@ class _Child:
         ready.register(fd, select.POLLIN)
         while done < count:
             if not ready.poll(1000 * SILENCE):
-                raise BadObject(f"{self._at}: no answer from the process that reads it in {SILENCE:.0f} s")
+                raise BadObject(f"{self.at}: no answer from the process that reads it in {SILENCE:.0f} s")
             got = os.readv(fd, [view[done:]])
             if not got:
                 self._died()
@@ -206,9 +210,9 @@ class _Child:
     def _died(self) -> NoReturn:
         code = self._process.wait()
         if code == -signal.SIGPROF:
-            raise BadObject(f"{self._at}: reading it does not come to an end; the file is damaged")
+            raise BadObject(f"{self.at}: reading it does not come to an end; the file is damaged")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise BadObject(f"{self._at}: the file is damaged: the process that read it {how}")
+        raise BadObject(f"{self.at}: the file is damaged: the process that read it {how}")
 
 
 def _environment() -> dict[str, str]:

@@ -9,6 +9,7 @@
              {"at": path}                                         about to touch this file; the answer follows
              {"schema": ..., "samples": n, "skipped": [...]}      the file is open
              {"arrays": [bytes, ...]} and the arrays              a block
+             {"arrays": ..., "misfits": [[why, rows], ...]}       a block, and which of its rows are no samples
              {"error": class, "message": ...}                     of cachetool
 """
 
@@ -33,7 +34,7 @@ from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, to_json
 from cachetool.proc.streams import keep_standard_streams
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import LimitedAccess
+from cachetool.sources.readers import LimitedAccess, MisfitRows
 
 __all__ = ["main"]
 
@@ -43,6 +44,9 @@ MEMORY = 2**28
 """Bytes that reading may take beyond what the process has when it begins..."""
 COPIES = 8
 """...and so many times the largest row or chunk."""
+
+MAX_MISFITS = 2**20
+"""Rows of one answer that are told one by one, about 10 bytes each."""
 
 
 def main() -> None:
@@ -88,7 +92,16 @@ def _serve(out: IO[bytes], source: LimitedAccess, seconds: int) -> None:
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         _patience(seconds)
-        _send(out, source.read(*asked["read"]))
+        misfits: dict[str, list[int]] = {}
+        try:
+            block = source.read(*asked["read"])
+        except MisfitRows as error:
+            if len(error.misfits) > MAX_MISFITS:  # as if all were: no pull goes on with so many
+                raise
+            block = error.block
+            for row, why in error.misfits.items():
+                misfits.setdefault(why, []).append(row)
+        _send(out, block, {"misfits": list(misfits.items())} if misfits else {})
 
 
 def _limit(most: int) -> None:
@@ -113,7 +126,8 @@ def _patience(seconds: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _send(out: IO[bytes], block: Block) -> None:
+def _send(out: IO[bytes], block: Block, more: dict[str, Any]) -> None:
+    """Answer with a block, and ``more`` about it."""
     arrays: list[Any] = []
     for field in block.schema:
         column = block.columns[field.name]
@@ -126,7 +140,7 @@ def _send(out: IO[bytes], block: Block) -> None:
         if tight.shapes is not None:
             arrays.append(np.ascontiguousarray(tight.shapes))
         arrays.append(np.ascontiguousarray(tight.values))
-    _say(out, {"arrays": [array.nbytes for array in arrays]}, flush=False)
+    _say(out, {"arrays": [array.nbytes for array in arrays], **more}, flush=False)
     for array in arrays:
         if array.nbytes:
             out.write(array.reshape(-1).view(np.uint8).data)

@@ -14,12 +14,15 @@ compound, enum, opaque,        left out, with the reason
 reference
 =============================  ==========================================================================
 
+CF attributes of a dataset, as netCDF4 has them, say what its numbers stand for: :mod:`cachetool.sources.cf`.
+
 A file may name other files that its data lie in: external links, external storage, virtual datasets. A file from
 elsewhere could so have any file of this machine read as data, so they are refused, and links are not followed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -33,6 +36,9 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
 from cachetool.sources.byte_source import SourceFile
+from cachetool.sources.cf import ATTRIBUTES, packing_of
+from cachetool.sources.flat import unflattened, wants_arrays
+from cachetool.sources.groups import SINGLE, by_groups, too_many
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
@@ -41,6 +47,7 @@ from cachetool.sources.rows import (
     Part,
     Slab,
     StoredColumn,
+    decoded,
     joined,
     of_sizes,
     schema_of_ours,
@@ -50,8 +57,8 @@ from cachetool.sources.rows import (
 
 __all__ = ["open_hdf5"]
 
-MAX_OBJECTS = 2000
-"""Groups and datasets of one file: a file of one dataset a sample has more, and is no table of samples."""
+MAX_OBJECTS = 20_000
+"""Groups and datasets of one file, each of which takes a quarter of a millisecond whenever the file is opened."""
 _MAX_DEPTH = 32
 _REFERENCE = 16
 """Bytes in a dataset for each value of differing size, wherever the value lies."""
@@ -67,7 +74,7 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
         with reading(f"{file} is not a whole HDF5 file"):
             root = opened.open()
             ours = schema_of_ours(file, root.attrs[ATTRIBUTE]) if ATTRIBUTE in root.attrs else None
-        columns = []
+        columns: list[StoredColumn] = []
         for name, dataset in _datasets(file, root, options, skipped, ours=ours is not None):
             with reading(f"{file}: {quoted(name)}"):
                 column = _column(opened, name, dataset, stored=file.size)
@@ -77,7 +84,13 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
                 columns.append(column)
         for slab in opened.slabs:
             slab.share(len(opened.slabs))
-        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=opened.close, ours=ours)
+        columns = decoded(columns, options, skipped)
+        columns, keys = by_groups(file, columns, options, skipped, stored=file.size, ours=ours is not None)
+        if ours is None and keys is None:
+            columns = unflattened(file, columns, skipped, options)
+        return ColumnFile(
+            file, columns, options, skipped=skipped, stored=file.size, close=opened.close, ours=ours, keys=keys
+        )
     finally:
         opened.close()
 
@@ -130,7 +143,7 @@ def _datasets(
     path: SourceFile, root: Any, options: SourceOptions, skipped: list[tuple[str, str]], *, ours: bool
 ) -> Iterator[tuple[str, Any]]:
     """All datasets below ``root`` that lie in this file, with their names."""
-    wants = wants_of_ours(options) if ours else options.wants
+    wants = wants_of_ours(options) if ours else wants_arrays(options)
     with reading(f"{path} is not a whole HDF5 file"):
         info = h5py.h5o.get_info(root.id)
     seen = {(info.fileno, info.addr): "/"}
@@ -143,10 +156,7 @@ def _datasets(
         for name in names:
             count += 1
             if count > MAX_OBJECTS:
-                raise UsageError(
-                    f"{path} holds more than {MAX_OBJECTS} groups and datasets; one dataset a sample is not a layout"
-                    " that can be converted: store samples as rows"
-                )
+                raise UsageError(too_many(path, MAX_OBJECTS, "groups and datasets"))
             if isinstance(name, bytes):  # h5py gives a name as it is where it cannot be decoded
                 skipped.append((prefix + name.decode("utf-8", "backslashreplace"), "its name is not UTF-8"))
                 continue
@@ -157,7 +167,7 @@ def _datasets(
                     continue
                 info = h5py.h5o.get_info(entry.id)
             first = seen.setdefault((info.fileno, info.addr), prefix + name)
-            named = options.fields is not None and wants(prefix + name) and isinstance(entry, h5py.Dataset)
+            named = options.chosen is not None and wants(prefix + name) and isinstance(entry, h5py.Dataset)
             if first != prefix + name and not named:
                 skipped.append((prefix + name, f"the same as {quoted(first)}"))
                 continue
@@ -197,8 +207,8 @@ _OTHER = "\nchoose other fields with --fields, or copy the data into one file fi
 
 def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColumn | str:
     """The dataset as a candidate for a field, or why it cannot be one."""
-    if not dataset.shape:
-        return "a single value, without rows" if dataset.shape == () else "empty"
+    if dataset.shape is None:
+        return "empty"
     if reason := _unreadable(dataset):
         return reason
     try:
@@ -215,6 +225,8 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
             return f"values of differing size in {len(dataset.shape)} dimensions"
         if text is not None:
             return _text(file, name, dataset, text, stored=stored)
+        if not dataset.shape:
+            return SINGLE
         return _ragged(file, name, dataset, base, stored=stored)
     if h5py.check_enum_dtype(dtype) is not None:
         return "an enumeration"
@@ -225,10 +237,12 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         little = storage_dtype(element)
     except UsageError as error:
         return str(error)
+    if inner and not dataset.shape:
+        return SINGLE
     row = math.prod((*dataset.shape[1:], *inner)) * element.itemsize
 
     def fetch(start: int, stop: int) -> Array:
-        rows: Array = file.open()[name][start:stop]
+        rows: Array = _rows(file.open()[name], start, stop)
         return np.ascontiguousarray(rows, dtype=little)
 
     read = fetch
@@ -236,6 +250,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0])
         file.slabs.append(slab)
         read = slab.read
+    length = dataset.shape[0] if dataset.shape else 1
     packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)
     # Of values that were never written HDF5 gives a place all the same, if the file has a user block.
     written = dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_ALLOCATED
@@ -244,14 +259,31 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         name,
         little.str,
         (*dataset.shape, *inner),
-        row * dataset.shape[0],
+        row * length,
         read,
         piece=chunk,
         offset=-1 if offset is None else int(offset),
         stored=element.str,
         chunk=dataset.chunks[0] if dataset.chunks else 1,
         parts=(lambda: _parts(file.open()[name])) if dataset.chunks else None,
+        once=fetch,
+        packing=packing_of(_attributes(dataset), little),
     )
+
+
+def _rows(dataset: Any, start: int, stop: int) -> Array:
+    """Rows of a dataset; a single value is its own row 0."""
+    return dataset[start:stop] if dataset.shape else np.asarray(dataset[()])[None]
+
+
+def _attributes(dataset: Any) -> dict[str, Any]:
+    """The CF attributes that can be read; one of a type that h5py does not know says nothing."""
+    attributes = {}
+    for name in ATTRIBUTES:
+        with contextlib.suppress(TypeError, ValueError, OSError, RuntimeError):
+            if name in dataset.attrs:
+                attributes[name] = dataset.attrs[name]
+    return attributes
 
 
 def _plain(dataset: Any, dtype: np.dtype[Any]) -> bool:
@@ -285,13 +317,13 @@ def _unreadable(dataset: Any) -> str | None:
 
 def _text(file: _File, name: str, dataset: Any, text: Any, *, stored: int) -> StoredColumn:
     def read(start: int, stop: int) -> Column:
-        rows: Array = file.open()[name][start:stop]
+        rows: Array = _rows(file.open()[name], start, stop)
         return unpadded(rows) if text.length is not None else joined(rows.tolist())
 
-    kind = "str" if text.encoding == "utf-8" else "bytes"
+    kind, length = "str" if text.encoding == "utf-8" else "bytes", dataset.shape[0] if dataset.shape else 1
     if text.length is None:
-        return StoredColumn(name, kind, dataset.shape, _REFERENCE * dataset.shape[0], read, piece=stored)
-    return StoredColumn(name, kind, dataset.shape, text.length * dataset.shape[0], read)
+        return StoredColumn(name, kind, dataset.shape, _REFERENCE * length, read, piece=stored)
+    return StoredColumn(name, kind, dataset.shape, text.length * length, read)
 
 
 def _ragged(file: _File, name: str, dataset: Any, base: Any, *, stored: int) -> StoredColumn | str:

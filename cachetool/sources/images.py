@@ -5,9 +5,13 @@ and CMYK images become RGB, an alpha channel is dropped, the first frame counts,
 so that pixels are as they are stored. Images of more than 8 bits a channel are refused rather than rounded. An image
 that claims to be far larger than its bytes can mean is refused before it is unpacked.
 
+``masks`` is for the labels of segmentation and for depth: images of one channel that lose nothing keep the numbers
+that are stored, (height, width): the indices of a palette, gray, 0 and 1, uint8; 16 bits, uint16. JPEG and WebP, whose
+numbers are not exact, and images of colours are as without.
+
 Given a size, images are made that high and wide, sides stretched apart where their ratio differs: filtered bicubically
 over all pixels that fall into one, averaged in blocks first as long as three a side are left of each. The decoder of a
-JPEG does that, which is why a large one takes less time resized than whole.
+JPEG does that, which is why a large one takes less time resized than whole. A pixel of a mask is the nearest one.
 
 :func:`decoded` is ``--decode image`` for files whose values do not say by a name what they are: TFRecord, HDF5, Zarr.
 
@@ -18,7 +22,7 @@ then be one. All of them are looked at first, so that images of one size become 
 
 Which fields those are, and how large, is seen in the first draws, as with objects::
 
-    bytes, or a list of uint8, whose first value begins as an image does  ->  uint8 (height, width, 3)
+    bytes, or a list of uint8, whose first value begins as an image does  ->  uint8 (height, width, 3), or a mask
     all of one size  ->  a fixed field            several sizes  ->  a ragged one
 
 Where the dataset has such a field and a file has bytes, each of them must be an image.
@@ -32,25 +36,27 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
-from cachetool.core.errors import BadObject, MissingExtra
+from cachetool.core.errors import BadObject, MissingExtra, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import ReadResult, Skipped
 from cachetool.sources.limits import quoted
-from cachetool.sources.options import ImageSize
+from cachetool.sources.options import ImageSize, Pixels
 
 __all__ = [
     "PACKED",
     "begins_as_image",
     "decode_image",
     "ImageSurvey",
+    "image_outline",
     "image_shape",
+    "no_images",
     "is_list_of_bytes",
     "packed",
     "unpacked",
@@ -63,7 +69,14 @@ _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\
 PACKED = 16
 """About how many times larger a photograph is without compression."""
 
+_GRAYS = {"L;2": 85, "L;4": 17}
+"""The numbers that Pillow multiplies gray of 2 and 4 bits by."""
+_JPEG = b"\xff\xd8\xff"
+
 T = TypeVar("T")
+Array = npt.NDArray[Any]
+Outline = tuple[str, tuple[int, ...]]
+"""dtype and shape of an array."""
 
 MAX_PIXELS = 2**27
 """No image may be larger."""
@@ -85,35 +98,68 @@ _WIDTH, _LENGTH, _BITS_PER_SAMPLE, _ORIENTATION = 256, 257, 258, 274
 _OPENING = threading.Lock()
 
 
-def decode_image(data: memoryview, size: tuple[int, int] | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The pixels, uint8 (height, width, 3), of this height and width when ``size`` is given.
+def decode_image(data: memoryview, size: ImageSize | None = None, *, masks: bool = False) -> Array:
+    """The pixels, uint8 (height, width, 3), of this height and width when ``size`` is given; of ``masks`` the numbers
+    stored, (height, width).
 
     Raises :class:`BadObject` for what is no image or too large, :class:`MissingExtra` without Pillow.
     """
-    if size is not None:
-        return _by_pillow(data, lambda image: _resized(image, *size))
-    if bytes(data[:3]) == b"\xff\xd8\xff":
+    if size is None and bytes(data[:3]) == _JPEG:
         pixels = _jpeg(data)
         if pixels is not None:
             return pixels
-    return _by_pillow(data, lambda image: np.asarray(_rgb(image)))
+
+    def pixels_of(image: Any) -> Array:
+        if masks and _mask_dtype(image):
+            return _mask(image, size)
+        return np.asarray(_rgb(image)) if size is None else _resized(image, *size)
+
+    return _by_pillow(data, pixels_of, masks=masks)
 
 
-def image_shape(data: memoryview, size: tuple[int, int] | None = None) -> tuple[int, int, int]:
+def image_shape(data: memoryview, size: ImageSize | None = None) -> tuple[int, ...]:
     """The shape that :func:`decode_image` would give, out of the image's header; same errors."""
-    height, width, depth = _own_shape(data)
-    return (height, width, depth) if size is None else (*size, depth)
+    return image_outline(data, Pixels(size))[1]
 
 
-def _own_shape(data: memoryview) -> tuple[int, int, int]:
-    if bytes(data[:3]) == b"\xff\xd8\xff":
+def image_outline(data: memoryview, pixels: Pixels) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape that :func:`decode_image` would give, out of the image's header; same errors."""
+    dtype, *sides = _outline(data, masks=pixels.masks)
+    height, width = pixels.size or sides
+    return (dtype, (height, width)) if dtype else ("|u1", (height, width, 3))
+
+
+def _outline(data: memoryview, *, masks: bool) -> tuple[str, int, int]:
+    """The dtype of a mask, else nothing; height and width."""
+    if bytes(data[:3]) == _JPEG:
         with contextlib.suppress(ImportError, ValueError):
             import simplejpeg
 
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             _check(width, height, len(data))
-            return height, width, 3
-    return _by_pillow(data, lambda image: (*_stored_sides(image), 3))
+            return "", height, width
+    return _by_pillow(data, lambda image: (_mask_dtype(image) if masks else "", *_stored_sides(image)), masks=masks)
+
+
+def _mask_dtype(image: Any) -> str:
+    """The dtype of the numbers of an image of one channel that loses nothing; empty for others."""
+    if image.format in ("JPEG", "WEBP"):
+        return ""
+    return {"1": "|u1", "L": "|u1", "P": "|u1", "I": "<u2" if image.format == "PNG" else ""}.get(
+        image.mode, "<u2" if image.mode.startswith("I;16") else ""
+    )
+
+
+def _mask(image: Any, size: ImageSize | None) -> Array:
+    """The numbers as they are stored."""
+    dtype = _mask_dtype(image)
+    scale = _GRAYS.get(str(image.tile[0][3]) if image.tile else "", 1)
+    _upright(image)
+    numbers: Array = np.asarray(image)
+    if size is not None:
+        rows, columns = ((2 * np.arange(to) + 1) * own // (2 * to) for to, own in zip(size, numbers.shape, strict=True))
+        numbers = numbers[rows[:, None], columns]
+    return numbers.astype(dtype, copy=False) // np.uint8(scale)
 
 
 def _refuse_scans(data: memoryview) -> None:
@@ -138,7 +184,7 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     return pixels
 
 
-def _resized(image: Any, height: int, width: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _resized(image: Any, height: int, width: int) -> Array:
     from PIL.Image import Resampling
 
     drafted = image.draft("RGB", (_GAP * width, _GAP * height))  # for a JPEG: an averaged one out of its decoder
@@ -148,11 +194,15 @@ def _resized(image: Any, height: int, width: int) -> np.ndarray[Any, np.dtype[np
 
 
 def _rgb(image: Any) -> Any:
-    """The pixels as they are stored: those of a TIFF Pillow turns while it loads them, unless told that they are
-    upright."""
+    """The pixels as they are stored."""
+    _upright(image)
+    return image.convert("RGB")
+
+
+def _upright(image: Any) -> None:
+    """Keep Pillow from turning the pixels of a TIFF while it loads them: it is told that they are upright."""
     if image.format == "TIFF":
         image.getexif()[_ORIENTATION] = 1
-    return image.convert("RGB")
 
 
 def _stored_sides(image: Any) -> tuple[int, int]:
@@ -162,7 +212,7 @@ def _stored_sides(image: Any) -> tuple[int, int]:
     return image.height, image.width
 
 
-def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
+def _by_pillow(data: memoryview, use: Callable[[Any], T], *, masks: bool) -> T:
     try:
         from PIL import Image
     except ImportError:
@@ -176,8 +226,11 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
             _check(image.width, image.height, len(data))
             if image.format == "JPEG":
                 _refuse_scans(data)
+            if masks and _mask_dtype(image):
+                return use(image)
             if image.mode not in _MODES:
-                raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes")
+                mask = ", or take its numbers with --decode mask" if _mask_dtype(image) else ""
+                raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes{mask}")
             if (bits := _bits(image)) > 8:
                 raise BadObject(f"an image of {bits} bits a channel, not 8 bits; pull it as bytes")
             return use(image)
@@ -207,6 +260,12 @@ def _check(width: int, height: int, nbytes: int) -> None:
         raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")
 
 
+def no_images(place: str, decode: str | None, schema: Schema, why: str) -> UsageError:
+    """The error of ``--decode`` where nothing at ``place`` is to be decoded."""
+    fields = ", ".join(f"{field.name} ({field.describe()})" for field in schema if field.name != KEY)
+    return UsageError(f"--decode {decode} finds no image in {place}: {why}; there is {fields}")
+
+
 def is_list_of_bytes(field: Field) -> bool:
     """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
     return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
@@ -222,9 +281,7 @@ def begins_as_image(column: Any) -> bool:
     return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
-def with_images(
-    schema: Schema, blocks: Sequence[Block], size: ImageSize | None, *, skip_bad: bool
-) -> tuple[Schema, int]:
+def with_images(schema: Schema, blocks: Sequence[Block], pixels: Pixels, *, skip_bad: bool) -> tuple[Schema, int]:
     """The schema of a source once its images are arrays, and the bytes that ``blocks``, its first samples, are then.
 
     Raises :class:`BadObject` for a value that is no image among images, unless ``skip_bad`` leaves it out.
@@ -233,9 +290,9 @@ def with_images(
     for field in schema:
         columns = [block.columns[field.name] for block in blocks] if _may_hold_images(field) else []
         if any(map(begins_as_image, columns)):
-            shapes = [shape for block in blocks for shape in _shapes(block, field.name, size, _some, skip_bad=skip_bad)]
-            nbytes += sum(map(math.prod, shapes)) - sum(column.nbytes for column in columns)
-            fields.append(Field(field.name, "|u1", shapes[0] if len(set(shapes)) == 1 else (None,) * 3))
+            outlines = [o for block in blocks for o in _outlines(block, field.name, pixels, _some, skip_bad=skip_bad)]
+            nbytes += sum(map(_nbytes, outlines)) - sum(column.nbytes for column in columns)
+            fields.append(_images_field(field.name, dict.fromkeys(outlines)))
         else:
             fields.append(field)
     return Schema(tuple(fields)), nbytes
@@ -244,10 +301,10 @@ def with_images(
 class ImageSurvey:
     """What fields of images are once they are arrays: all samples are looked at, one block after another."""
 
-    def __init__(self, schema: Schema, size: ImageSize | None) -> None:
-        self._schema, self._size = schema, size
+    def __init__(self, schema: Schema, pixels: Pixels) -> None:
+        self._schema, self._pixels = schema, pixels
         self._undecided = {field.name for field in schema if _may_hold_images(field)}
-        self._shapes: dict[str, dict[tuple[int, ...], None]] = {}
+        self._outlines: dict[str, dict[Outline, None]] = {}
 
     def add(self, block: Block, name: Callable[[int], str]) -> int:
         """Take in some samples, called ``name(index)``; gives the bytes that they are once images are arrays.
@@ -258,12 +315,12 @@ class ImageSurvey:
         for field in [field for field in self._undecided if block.columns[field].nbytes]:
             self._undecided.remove(field)
             if begins_as_image(block.columns[field]):
-                self._shapes[field] = {}
+                self._outlines[field] = {}
         nbytes = block.nbytes
-        for field, shapes in self._shapes.items():
-            found = list(_shapes(block, field, self._size, name, skip_bad=False))
-            nbytes += sum(map(math.prod, found)) - block.columns[field].nbytes
-            shapes.update(dict.fromkeys(found))
+        for field, outlines in self._outlines.items():
+            of_block = list(_outlines(block, field, self._pixels, name, skip_bad=False))
+            nbytes += sum(map(_nbytes, of_block)) - block.columns[field].nbytes
+            outlines.update(dict.fromkeys(of_block))
         return nbytes
 
     @property
@@ -272,9 +329,8 @@ class ImageSurvey:
         return Schema(tuple(map(self._field, self._schema)))
 
     def _field(self, field: Field) -> Field:
-        if not (shapes := self._shapes.get(field.name)):
-            return field
-        return Field(field.name, "|u1", next(iter(shapes)) if len(shapes) == 1 else (None,) * 3)
+        outlines = self._outlines.get(field.name)
+        return _images_field(field.name, outlines) if outlines else field
 
 
 def _some(at: int) -> str:
@@ -285,12 +341,29 @@ def _may_hold_images(field: Field) -> bool:
     return field.kind == "bytes" or is_list_of_bytes(field)
 
 
-def _shapes(
-    block: Block, field: str, size: ImageSize | None, name: Callable[[int], str], *, skip_bad: bool
-) -> Iterator[tuple[int, ...]]:
+def _images_field(name: str, outlines: Mapping[Outline, None]) -> Field:
+    """The field that holds images of these dtypes and shapes. Raises :class:`BadObject` where none can."""
+    dtype, shape = next(iter(outlines))
+    if len(outlines) == 1:
+        return Field(name, dtype, shape)
+    if len({(dtype, len(shape)) for dtype, shape in outlines}) > 1:
+        raise BadObject(
+            f"{quoted(name)} holds images of colours and masks, or masks of 8 and of 16 bits;\n--decode image makes all"
+            f" of 8 bits images of colours, and --fields -{name} leaves the field out"
+        )
+    return Field(name, dtype, (None,) * len(shape))
+
+
+def _nbytes(outline: Outline) -> int:
+    return math.prod(outline[1]) * np.dtype(outline[0]).itemsize
+
+
+def _outlines(
+    block: Block, field: str, pixels: Pixels, name: Callable[[int], str], *, skip_bad: bool
+) -> Iterator[Outline]:
     for at in range(len(block)):
         try:
-            yield image_shape(_value(block, field, at), size)
+            yield image_outline(_value(block, field, at), pixels)
         except BadObject as error:
             if not skip_bad:
                 raise _named(block, field, at, error, name) from error
@@ -300,7 +373,7 @@ def packed(schema: Schema, file_schema: Schema) -> Schema:
     """``schema`` with bytes in place of the images that a file, whose fields are ``file_schema``, has not decoded."""
     fields = []
     for field in schema:
-        image = field.rank == 3 and field.dtype == "|u1"
+        image = (field.rank, field.dtype) in ((3, "|u1"), (2, "|u1"), (2, "<u2"))
         raw = image and field.name in file_schema and _may_hold_images(file_schema[field.name])
         fields.append(file_schema[field.name] if raw else field)
     return Schema(tuple(fields))
@@ -309,7 +382,7 @@ def packed(schema: Schema, file_schema: Schema) -> Schema:
 def unpacked(
     pieces: Generator[ReadResult],
     schema: Schema,
-    size: ImageSize | None,
+    pixels: Pixels,
     *,
     skip_bad: bool,
     block_bytes: int,
@@ -322,7 +395,7 @@ def unpacked(
             names = [field.name for field in schema if piece.block.schema[field.name] != field]
             if names:
                 images = schema.select(names)
-                yield from _unpacked(piece, images, schema, size, skip_bad=skip_bad, most=block_bytes, name=name)
+                yield from _unpacked(piece, images, schema, pixels, skip_bad=skip_bad, most=block_bytes, name=name)
             else:
                 yield piece
     finally:
@@ -333,7 +406,7 @@ def _unpacked(
     piece: ReadResult,
     images: Schema,
     schema: Schema,
-    size: ImageSize | None,
+    pixels: Pixels,
     *,
     skip_bad: bool,
     most: int,
@@ -351,7 +424,7 @@ def _unpacked(
         def called(index: int, at: npt.NDArray[np.int64] = at) -> str:
             return name(int(at[index]))
 
-        columns, bad = _decoded(part, images, size, called)
+        columns, bad = _decoded(part, images, pixels, called)
         if bad and not skip_bad:
             raise next(iter(bad.values()))
         keep = np.flatnonzero(~np.isin(at, at[list(bad)]))
@@ -374,24 +447,27 @@ def _unpacked(
 
 
 def _decoded(
-    block: Block, images: Schema, size: ImageSize | None, name: Callable[[int], str]
+    block: Block, images: Schema, pixels: Pixels, name: Callable[[int], str]
 ) -> tuple[dict[str, list[np.ndarray]], dict[int, BadObject]]:
     """The pixels of each field, and the samples with an image that cannot be decoded or does not fit."""
     arrays: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
     bad: dict[int, BadObject] = {}
-    nothing = np.zeros((0, 0, 0), dtype=np.uint8)
     for field in images:
         for at in range(len(block)):
-            pixels = nothing
+            image = np.zeros(0, dtype=np.uint8)
             try:
-                pixels = decode_image(_value(block, field.name, at), size)
-                if field.kind == "fixed" and pixels.shape != field.shape:
+                image = decode_image(_value(block, field.name, at), pixels.size, masks=pixels.masks)
+                if image.ndim != field.rank or image.dtype != field.numpy:
                     raise BadObject(
-                        f"an image of shape {pixels.shape}, but the dataset has {field.shape}; --resize gives all one"
+                        f"an image that becomes {image.dtype} {image.shape}, but the dataset has {field.describe()}"
+                    )
+                if field.kind == "fixed" and image.shape != field.shape:
+                    raise BadObject(
+                        f"an image of shape {image.shape}, but the dataset has {field.shape}; --resize gives all one"
                     )
             except BadObject as error:
                 bad.setdefault(at, _named(block, field.name, at, error, name))
-            arrays[field.name].append(pixels)
+            arrays[field.name].append(image)
     return arrays, bad
 
 

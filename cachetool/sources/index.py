@@ -22,15 +22,14 @@ import numpy.typing as npt
 from cachetool.core.errors import AccessDenied, BadObject, CorruptError, NotFound
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.formats.shard import CHECKSUMS_FILE
-from cachetool.sources.file_table import UNIT_BYTES
-from cachetool.sources.kinds import OURS, Kind
+from cachetool.sources.kinds import INDEXES, OURS, Kind
 from cachetool.sources.opening import FileFacts, units_of
 from cachetool.sources.ours import NOT_OURS, Exported, exported
+from cachetool.sources.rows import UNIT_BYTES
 from cachetool.stores import Object, Store
 
 __all__ = ["IndexSeen", "index_facts"]
 
-_EXTENSIONS = (".idx", ".index", ".tfindex")
 _TAR_RECORD = 512
 _MOST_ABOUT = 16 * 2**20
 _MOST_INDEX, _MOST_LINE = 2**30, 2**20
@@ -42,7 +41,7 @@ _Numbers = npt.NDArray[np.int64]
 
 def _names(key: str) -> Iterator[str]:
     for stem in (key, key.rpartition(".")[0]):
-        for extension in _EXTENSIONS:
+        for extension in INDEXES:
             yield stem + extension
 
 
@@ -56,7 +55,7 @@ class IndexSeen:
     def note(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
         """The pages, as they are."""
         for page in pages:
-            beside = (*_EXTENSIONS, OURS)
+            beside = (*INDEXES, OURS)
             self._seen.update((item.key, item) for item in page if item.key.endswith(beside))
             yield page
 

@@ -20,10 +20,12 @@ from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import parse_text
 
-__all__ = ["Kind", "Part", "Stem"]
+__all__ = ["Kind", "Part", "Stem", "extension_of", "is_decoded"]
 
 Kind = Literal["npy", "npz", "json", "int", "str", "image", "bytes"]
 
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
+"""Extensions of images."""
 _KINDS: dict[str, Kind] = {
     "npy": "npy",
     "npz": "npz",
@@ -31,7 +33,7 @@ _KINDS: dict[str, Kind] = {
     "cls": "int",
     "id": "int",
     "txt": "str",
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"), "image"),
+    **dict.fromkeys(IMAGES, "image"),
 }
 CONTAINERS = ("npz", "json")
 """Kinds of objects that hold several fields."""
@@ -92,7 +94,7 @@ class Stem:
         sample = match.group(group)
         if not sample:
             return "names that --stem does not match"
-        extension = _extension(key)
+        extension = extension_of(key)
         if named.get("field"):
             return _part(sample, named["field"], extension)
         field, last = _cut(key[match.end(group) :].strip("._-/"))
@@ -101,7 +103,13 @@ class Stem:
         return _part(sample, field, extension) if field or extension else "names without an extension"
 
 
-def _extension(key: str) -> str:
+def is_decoded(extension: str) -> bool:
+    """Whether objects with this extension are more than bytes."""
+    return extension in _KINDS
+
+
+def extension_of(key: str) -> str:
+    """What follows the last dot of a key's name, in lower case."""
     name = key.rpartition("/")[2]
     return name.rpartition(".")[2].lower() if "." in name else ""
 

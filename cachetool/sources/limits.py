@@ -59,7 +59,7 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
         name = max(claims, key=lambda array_name: claims[array_name][0])
         raise BadObject(
             f"{what} claims {format_size(total)} of samples out of {format_size(stored)} on disk, most in"
-            f" {quoted(name)}; leave that out with --fields"
+            f" {quoted(name)}; leave that out with --fields -{name}"
         )
 
 

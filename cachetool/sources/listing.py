@@ -8,7 +8,7 @@ One folder of plain arrays, made to be memory-mapped and shared; about 40 bytes 
     etag_offsets.npy  int64    (objects + 1,)
     sizes.npy         int64    (objects,)       -1 where the listing does not say
     units.npy         int64    (units + 1,)     the first object of each unit
-    listing.json               counts, rule of grouping, digest; written last
+    listing.json               counts, rule of grouping, digest, names that are in no sample; written last
 
 Keys arrive in any order and any number: runs of :data:`RUN` keys are sorted in memory, put aside in the folder and
 merged, so that a hundred million keys take no more memory than a quarter of one.
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import heapq
+import itertools
 import json
 import os
 import struct
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,11 +38,12 @@ import numpy.typing as npt
 from cachetool.core.errors import BadObject, CorruptError
 from cachetool.proc.arrays import load_array
 from cachetool.proc.folders import make_missing, new_file, remove_path, replacing
+from cachetool.sources.grouping import Grouping, Kept, Record
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
-from cachetool.stores.base import check_listed
+from cachetool.stores.base import LeftOut, check_listed
 
-__all__ = ["TABLE_FILE", "Listing", "Record", "opened", "write_listing", "write_sorted"]
+__all__ = ["LISTING_FILE", "TABLE_FILE", "Listing", "Record", "opened", "write_listing", "write_sorted"]
 
 LISTING_FILE = "listing.json"
 TABLE_FILE = "table.json"
@@ -50,8 +52,8 @@ RUN = 2**18
 """Keys that are sorted in memory at a time."""
 _VERSION = 1
 _HEAD = struct.Struct("<IIIq")
-Record = tuple[bytes, bytes, int, bytes]
-"""Sample key, key, size, ETag; as bytes, by which they are sorted."""
+HIDDEN = "hidden"
+"""The reason of names that are counted, and not named."""
 CHUNK = 2**16
 """Objects that :meth:`Listing.records` takes out of the maps at a time."""
 
@@ -64,37 +66,91 @@ def write_listing(
     url: str,
     left_out: Callable[[], Mapping[str, int]] = dict,
     progress: Callable[[int], None] | None = None,
+    inside: Callable[[], str] = str,
+    grouping: Grouping | None = None,
 ) -> Listing:
     """Write what ``pages`` name into ``folder``, which is made; the folder is whole once ``listing.json`` is there.
 
-    ``left_out`` is asked afterwards what the store passed over; ``progress`` is told how many keys have come. Raises
-    :class:`BadObject` for a key that is named twice.
+    ``left_out`` is asked afterwards what the store passed over, ``inside`` for a note on what the objects are;
+    ``progress`` is told how many keys have come. ``grouping`` decides which names make samples, and may decide on
+    another stem than ``stem``, its own. Raises :class:`BadObject` for a key that is named twice, and the errors of
+    ``grouping``.
     """
     make_missing(folder)
-    runs: list[Path] = []
-    passed_over: Counter[str] = Counter()
-    records: list[Record] = []
+    passed_over = LeftOut()
+    arrived = _Arrived(folder, stem, grouping)
     seen = 0
     try:
         for page in pages:
             for item in page:
-                part = stem.split(item.key)
-                if isinstance(part, str):
-                    passed_over[part] += 1
-                else:
-                    check_listed(item, url)
-                    records.append((_encode(part.sample), _encode(item.key), item.size, _encode(item.etag or "")))
+                if (why := arrived.add(item, url)) is not None:
+                    passed_over[why] += 1
+                    if grouping is not None and why != HIDDEN:
+                        grouping.left_out.add(item.key, why)
             seen += len(page)
             if progress is not None:
                 progress(seen)
-            if len(records) >= RUN:
-                runs.append(_put_aside(folder / f"run-{len(runs):04d}.tmp", records))
-                records = []
-        records.sort()
-        merged = heapq.merge(*(_take_back(run) for run in runs), records) if runs else iter(records)
-        return write_sorted(folder, merged, stem=stem, url=url, left_out=lambda: passed_over + Counter(left_out()))
+        records = arrived.records
+        if grouping is not None:
+            if grouping.restem(url):
+                stem = grouping.stem
+                arrived.regroup(stem)
+            records = functools.partial(grouping.sifted, arrived.records, url)
+        return write_sorted(
+            folder, records(), stem=stem, url=url, left_out=lambda: passed_over.joined(left_out()),
+            inside=inside, grouping=grouping,
+        )  # fmt: skip
     finally:
-        for run in runs:
+        arrived.close()
+
+
+class _Arrived:
+    """The records of what was listed, in runs that are sorted in memory and put aside."""
+
+    def __init__(self, folder: Path, stem: Stem, grouping: Grouping | None) -> None:
+        self._folder, self._stem, self._grouping = folder, stem, grouping
+        self._runs: list[Path] = []
+        self._pending: list[Record] = []
+        self._number = itertools.count()
+
+    def add(self, item: Object, url: str) -> str | None:
+        """Take one object in; gives why it is none of a sample, or None."""
+        part = self._stem.split(item.key)
+        if isinstance(part, str):
+            return part
+        check_listed(item, url)
+        if self._grouping is not None:
+            self._grouping.count(item.key, part)
+        self._append((_encode(part.sample), _encode(item.key), item.size, _encode(item.etag or "")))
+        return None
+
+    def _append(self, record: Record) -> None:
+        self._pending.append(record)
+        if len(self._pending) >= RUN:
+            self._runs.append(_put_aside(self._folder / f"run-{next(self._number):04d}.tmp", self._pending))
+            self._pending = []
+
+    def records(self) -> Iterator[Record]:
+        """All of them, sorted."""
+        self._pending.sort()
+        if not self._runs:
+            return iter(self._pending)
+        return heapq.merge(*(_take_back(run) for run in self._runs), self._pending)
+
+    def regroup(self, stem: Stem) -> None:
+        """Cut the names of all of them in another way."""
+        records, runs = self.records(), self._runs
+        self._stem, self._runs, self._pending = stem, [], []
+        try:
+            for _, key, size, etag in records:
+                self.add(Object(_decode(key), size, _decode(etag) or None), "")
+        finally:
+            for run in runs:
+                remove_path(run)
+
+    def close(self) -> None:
+        """Remove what was put aside."""
+        for run in self._runs:
             remove_path(run)
 
 
@@ -105,11 +161,20 @@ def write_sorted(
     stem: Stem,
     url: str,
     left_out: Callable[[], Mapping[str, int]] = dict,
+    inside: Callable[[], str] = str,
+    grouping: Grouping | None = None,
 ) -> Listing:
     """:func:`write_listing` for records that are sorted already."""
     make_missing(folder)
     facts = _Writer(folder, url).write(records)
-    facts |= {"version": _VERSION, "url": url, "stem": stem.rule, "left_out": dict(left_out())}
+    passed_over = LeftOut().joined(left_out())
+    facts |= {"version": _VERSION, "url": url, "stem": stem.rule}
+    notes = [inside()]
+    if grouping is not None:
+        passed_over.joined(LeftOut(grouping.aliens, grouping.left_out.listed()))
+        facts["kept"] = grouping.kept
+        notes.append(grouping.note)
+    facts |= {"left_out": passed_over, "named": passed_over.listed(), "notes": [note for note in notes if note]}
     with replacing(folder / LISTING_FILE) as file:
         file.write(json.dumps(facts, indent=1).encode())
     return Listing.open(folder)
@@ -261,8 +326,12 @@ class Listing:
     """Bytes of the largest unit."""
     digest: str
     """SHA-256 over keys, sizes and ETags in order."""
-    left_out: Mapping[str, int]
-    """What is no part of a sample, ``{"reason": count}``."""
+    left_out: LeftOut
+    """What is no part of a sample, ``{"reason": count}``, and the names that a user may miss."""
+    notes: tuple[str, ...]
+    """What was decided about the names, or what the objects are beside bytes, and which option decides otherwise."""
+    kept: Kept | None
+    """The fields by which a folder of objects was sifted; None where that was not done."""
     sizes: npt.NDArray[np.int64]
     """Bytes of each object, -1 where not known."""
     unit_starts: npt.NDArray[np.int64]
@@ -286,7 +355,9 @@ class Listing:
                 bytes=facts["bytes"],
                 largest=facts["largest"],
                 digest=facts["digest"],
-                left_out=facts["left_out"],
+                left_out=LeftOut(facts["left_out"], facts.get("named", ())),
+                notes=tuple(map(str, facts.get("notes", ()))),
+                kept=None if facts.get("kept") is None else tuple((str(a), str(b)) for a, b in facts["kept"]),
                 sizes=arrays["sizes"],
                 unit_starts=arrays["units"],
                 _keys=arrays["keys"],

@@ -1,4 +1,5 @@
-"""LMDB files by others, of both engines: every value is a sample, its key the sample's ``__key__``.
+"""LMDB files by others, of both engines: every value is a sample, its key the sample's ``__key__``; or each key with
+the values of several streams (:mod:`cachetool.sources.lmdb_streams`), as bytes.
 
 What the values are is not in the file:
 
@@ -17,9 +18,9 @@ process that opens it: only the one of :mod:`cachetool.sources.guard` does.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,45 +32,29 @@ import numpy as np
 from cachetool.core.block import BLOCK_BYTES, Block, Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import KEY, Field
+from cachetool.formats.lmdb import DATABASE, may_be_database
 from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import npy_layout, parse_npy
-from cachetool.sources.images import decode_image, image_shape
-from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, is_lmdb
+from cachetool.sources.images import decode_image, image_outline
+from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, is_lmdb, quoted
+from cachetool.sources.lmdb_streams import KeyFacts, Stream, is_note, streams_of
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import OurFile, our_lmdb
 from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
 from cachetool.sources.rows import joined
+from cachetool.sources.value_format import VALUE, check_value_format
 
-__all__ = ["LMDBFile", "check_value_format", "open_lmdb"]
+__all__ = ["LMDBFile", "open_lmdb"]
 
-VALUE = "value"
 MAX_NOTES = 1000
-_NOTES = (b"length", b"num-samples", b"num_samples")
+MAX_TABLES = 64
+"""Named databases of one file."""
 _LOOK = 100
 """Values that are looked at for pickles."""
 _COUNT = 2**14
 _SEEK = 2**10
 """Every so many samples a key is kept, to go to."""
-_TABLE = struct.Struct("<IHHQQQQQ")
-"""The record of a named database: ``MDB_db`` of LMDB's mdb.c. Pad, flags, depth; branch, leaf and overflow pages,
-entries, and the page of the root."""
-_NO_PAGE = 2**64 - 1
-_RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
-
-
-def check_value_format(text: str | None) -> tuple[Field, np.dtype[Any]] | None:
-    """The field that ``raw:DTYPE,SHAPE`` describes, and the dtype that its values lie in the file with: that of a field
-    is always little-endian. None for the other formats. Raises :class:`UsageError`."""
-    if text in (None, "bytes", "npy", "image"):
-        return None
-    match = _RAW.fullmatch(str(text))
-    if match is None:
-        raise UsageError(
-            f"unknown value format {text!r}; there are bytes, npy, image and raw:DTYPE,SHAPE (raw:float32,3x64x64)"
-        )
-    shape = tuple(int(size) for size in re.split("[,x]", match.group(2))) if match.group(2) else ()
-    return Field(VALUE, match.group(1), shape), np.dtype(match.group(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +62,13 @@ class _Batch:
     """Some entries of the file, one after another; views of its map."""
 
     keys: Sequence[memoryview]
-    values: Sequence[memoryview]
+    columns: Sequence[Sequence[memoryview]]
+    """The values of each stream."""
+
+    @property
+    def values(self) -> Sequence[memoryview]:
+        """Those of the first stream."""
+        return self.columns[0]
 
     def key(self, index: int) -> str:
         """For messages."""
@@ -98,27 +89,24 @@ class LMDBFile(ClosingFile):
         self.path = path
         self._raw = check_value_format(options.value_format)
         self._format = "raw" if self._raw is not None else options.value_format
-        self._size = options.resize
-        names = field_names(path, [VALUE], [], options)
-        if VALUE not in names:
-            raise UsageError(f"{path}: its values are the field {VALUE!r}; name it in --fields")
-        self._name = names[VALUE]
+        self._pixels = options.pixels
         self._env: Any = None
         self._txn: Any = None
-        self._next = 0
+        self._next = -1
+        self._tables: dict[str, Any] = {}
         with reading(str(path)):
             self._stored = self.piece = path.stat().st_size
             try:
-                notes: list[str] = []
-                self.samples = self._count(notes)
+                skipped: list[tuple[str, str]] = []
+                self._choose(options, skipped)
                 if not self.samples:
                     raise BadObject(f"{path}: no samples in it")
                 self._refuse_pickles()
-                fields = [self._find_field(self._name)]
+                fields = self._find_fields()
             finally:
                 self.close()
         self.schema = make_schema(path, [*fields, Field(KEY, "str")] if options.key else fields, ())
-        self.skipped = bounded((name, "a note on the file, not a sample") for name in notes)
+        self.skipped = bounded(skipped)
 
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``."""
@@ -130,8 +118,8 @@ class LMDBFile(ClosingFile):
 
     def close(self) -> None:
         """Let go of the file; views of it must not be used any more."""
-        self._entries: Iterator[tuple[memoryview, memoryview]] = iter(())
-        self._next = 0
+        self._entries: Iterator[tuple[tuple[memoryview, memoryview], ...]] = iter(())
+        self._next = -1
         if self._env is not None:
             if self._txn is not None:
                 self._txn.abort()
@@ -141,12 +129,24 @@ class LMDBFile(ClosingFile):
     def _open(self) -> Any:
         if self._env is None:
             _refuse_others(self.path)
-            self._env = lmdb.open(os.fspath(self.path), subdir=False, readonly=True, lock=False, max_dbs=1)
+            self._env = lmdb.open(os.fsencode(self.path), subdir=False, readonly=True, lock=False, max_dbs=MAX_TABLES)
             if self.path.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
                 raise BadObject(f"{self.path} is cut short: it ends inside of a page")
             self._txn = self._env.begin(buffers=True)
-            self._entries, self._next = _samples(self._txn), 0
+            self._tables = {}
         return self._txn
+
+    def _run(self, first: bytes | None = None) -> Iterator[tuple[tuple[memoryview, memoryview], ...]]:
+        """Key and value of each stream, all samples or those from the key ``first`` on."""
+        txn = self._open()
+        streams = [replace(s, database=self._table(s.name)) if s.database is not None else s for s in self._streams]
+        return zip(*(stream.of(txn, first) for stream in streams), strict=False)
+
+    def _table(self, name: str) -> Any:
+        """The handle of a named database, good as long as the file is open."""
+        if name not in self._tables:
+            self._tables[name] = self._env.open_db(self._raw_names[name], txn=self._txn, create=False)
+        return self._tables[name]
 
     def _batches(self, start: int, stop: int, *, nbytes: int) -> Iterator[_Batch]:
         while start < stop:
@@ -158,57 +158,111 @@ class LMDBFile(ClosingFile):
             start += len(batch.keys)
 
     def _take(self, start: int, count: int, nbytes: int) -> _Batch:
-        txn = self._open()
-        if not self._next <= start < self._next + _SEEK:
+        if not 0 <= self._next <= start < self._next + _SEEK:
             mark = start // _SEEK
-            self._entries, self._next = _samples(txn, self._marks[mark]), mark * _SEEK
+            self._entries, self._next = self._run(self._marks[mark]), mark * _SEEK
         while self._next < start and next(self._entries, None) is not None:
             self._next += 1
         keys: list[memoryview] = []
-        values: list[memoryview] = []
+        columns: list[list[memoryview]] = [[] for _ in self._streams]
         total = 0
-        for key, value in self._entries:
-            keys.append(key)
-            values.append(value)
-            total += len(key) + len(value)
+        for entries in self._entries:
+            keys.append(entries[0][0])
+            for (_, value), column in zip(entries, columns, strict=True):
+                column.append(value)
+                total += len(value)
+            total += len(keys[-1])
             if total >= nbytes or len(keys) >= count:
                 break
         self._next += len(keys)
-        return _Batch(keys, values)
+        return _Batch(keys, columns)
 
-    def _count(self, notes: list[str]) -> int:
-        """Samples in the file. Keys must rise: a tree that leads back into itself would never end. Named databases are
-        entries too: they are refused rather than their page numbers read as values."""
+    def _choose(self, options: SourceOptions, skipped: list[tuple[str, str]]) -> None:
+        """Find out what the file's entries are, and which of them are the fields of samples."""
+        self._raw_names: dict[str, bytes] = {}
+        tables: dict[str, Stream | str] = {}
+        facts = self._scan(tables, skipped)
+        self._streams = streams_of(self.path, facts, tables, options, skipped)
+        present = [stream.name for stream in self._streams]
+        names = field_names(self.path, present, skipped, options)
+        if not names:
+            raise UsageError(f"{self.path}: its values are the field {present[0]!r}; name it in --fields")
+        self._streams = [stream for name in names for stream in self._streams if stream.name == name]
+        self._names = list(names.values())
+        if len(names) > 1 and self._format not in (None, "bytes"):
+            raise UsageError(
+                f"{self.path}: --value-format {options.value_format} is for one value a sample, and these have"
+                f" {', '.join(self._names)}; take one with --fields {self._names[0]}"
+            )
+        self.samples = facts.count
+        if [stream.name for stream in self._streams] != [VALUE] or tables:
+            self._count()
+
+    def _scan(self, tables: dict[str, Stream | str], skipped: list[tuple[str, str]]) -> KeyFacts:
+        """Look at all entries of the database without a name, where named ones are entries too. Keys must rise: a tree
+        that leads back into itself would never end."""
         txn = self._open()
         pages = self._env.info()["last_pgno"]
-        count, total, last = 0, 0, None
+        facts, total, notes, last = KeyFacts(), 0, 0, None
         self._marks: list[bytes] = []
         for view, value in txn.cursor():
             key = bytes(view)
             if last is not None and key <= last:
                 raise ValueError(f"its keys are not in order at {key[:50]!r}")
             last = key
-            if len(value) == _TABLE.size and _may_be_table(value, pages) and self._is_table(key):
-                name = key.rstrip(b"\0").decode("utf-8", "replace")[:50]
-                raise UsageError(
-                    f"{self.path} holds named databases ({name});\ncopy one into a file of its own, with"
-                    f" mdb_dump -s {name} and mdb_load"
-                )
-            if _is_note(view):
-                if len(notes) == MAX_NOTES:
-                    raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
-                notes.append(key.decode("utf-8", "replace")[:100])
+            if may_be_database(value, pages) and self._is_table(key):
+                if len(tables) == MAX_TABLES - 1:
+                    raise UsageError(
+                        f"{self.path} holds more than {MAX_TABLES - 1} named databases, which are not read"
+                    )
+                name = key.rstrip(b"\0").decode("utf-8", "backslashreplace")[:100]
+                facts.tables.append(key)
+                tables[name], self._raw_names[name] = _of_table(name, value), key.rstrip(b"\0")
                 continue
+            if is_note(view):
+                notes += 1
+                if notes > MAX_NOTES:
+                    raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
+                skipped.append((key.decode("utf-8", "replace")[:100], "a note on the file, not a sample"))
+                facts.note(bytes(value[:20]))
+                continue
+            if facts.count % _SEEK == 0:
+                self._marks.append(key)
+            facts.add(key)
+            total += len(value)
+            self._refuse_overlap(total)
+        return facts
+
+    def _refuse_overlap(self, total: int) -> None:
+        if total > FREE_VALUE + 4 * self._stored:
+            raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
+
+    def _count(self) -> None:
+        """Count the samples whose fields are streams. Raises :class:`BadObject` where a key is not in all of them."""
+        self._marks, count, total, last = [], 0, 0, None
+        for entries in self._run():
+            key = bytes(entries[0][0])
+            if last is not None and key <= last:
+                raise ValueError(f"its keys are not in order at {key[:50]!r}")
+            last = key
+            for stream, (other, _) in zip(self._streams, entries, strict=True):
+                if other != key:
+                    raise BadObject(
+                        f"{self.path}: {quoted(self._streams[0].name)} has the key {key[:50]!r} where"
+                        f" {quoted(stream.name)} has {bytes(other[:50])!r}: fields of one sample have one key;\ntake"
+                        f" one of them with --fields {self._names[0]}"
+                    )
             if count % _SEEK == 0:
                 self._marks.append(key)
-            count, total = count + 1, total + len(value)
-            if total > FREE_VALUE + 4 * self._stored:
-                raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
-        return count
+            count, total = count + 1, total + sum(len(value) for _, value in entries)
+            self._refuse_overlap(total)
+        self.samples = count
 
     def _is_table(self, key: bytes) -> bool:
         try:
             self._env.open_db(key.rstrip(b"\0"), txn=self._txn, create=False)
+        except lmdb.DbsFullError:
+            return True
         except lmdb.Error:  # an entry like any other
             return False
         return True
@@ -217,8 +271,7 @@ class LMDBFile(ClosingFile):
         if self._format == "bytes":
             return
         for batch in self._batches(0, min(_LOOK, self.samples), nbytes=BLOCK_BYTES):
-            for index in range(len(batch.values)):
-                value = batch.values[index]
+            for index, value in itertools.chain.from_iterable(map(enumerate, batch.columns)):
                 if self._raw is not None and len(value) == self._raw[0].nbytes:
                     continue  # numbers, as declared: any bytes are some
                 if _PICKLED.match(value):
@@ -229,12 +282,13 @@ class LMDBFile(ClosingFile):
                     )
             return  # what one batch holds is enough
 
-    def _find_field(self, name: str) -> Field:
-        """The field of the values: for arrays and images by looking at the beginning of every one."""
+    def _find_fields(self) -> list[Field]:
+        """The fields of the values: for arrays and images by looking at the beginning of every one."""
+        name = self._names[0]
         if self._raw is not None:
-            return replace(self._raw[0], name=name)
+            return [replace(self._raw[0], name=name)]
         if self._format in (None, "bytes"):
-            return Field(name, "bytes")
+            return [Field(name, "bytes") for name in self._names]
         example: dict[str, tuple[str, tuple[int, ...]]] = {}
         fixed = True
         for batch in self._batches(0, self.samples, nbytes=BLOCK_BYTES):
@@ -251,27 +305,29 @@ class LMDBFile(ClosingFile):
                     )
                 fixed = fixed and shape == first_shape
         ((dtype, shape),) = example.values()
-        return Field(name, dtype, shape if fixed else (None,) * len(shape))
+        return [Field(name, dtype, shape if fixed else (None,) * len(shape))]
 
     def _look(self, batch: _Batch, index: int) -> tuple[str, tuple[int, ...]]:
         try:
             if self._format == "image":
-                return "|u1", image_shape(batch.values[index], self._size)
+                return image_outline(batch.values[index], self._pixels)
             dtype, _, shape, _ = npy_layout(batch.values[index])
             return dtype.newbyteorder("<").str, shape
         except BadObject as error:
             raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
 
     def _block(self, batch: _Batch) -> Block:
-        columns: dict[str, Column] = {self._name: self._values(batch)}
+        columns: dict[str, Column] = {
+            name: joined(values) for name, values in zip(self._names, batch.columns, strict=True)
+        }
+        if self.schema[self._names[0]].kind != "bytes":
+            columns = {self._names[0]: self._values(batch)}
         if KEY in self.schema:
             columns[KEY] = joined(batch.keys)
         return Block(self.schema, columns)
 
     def _values(self, batch: _Batch) -> Column:
-        field = self.schema[self._name]
-        if field.kind == "bytes":
-            return joined(batch.values)
+        field = self.schema[self._names[0]]
         if self._raw is not None:
             for index, value in enumerate(batch.values):
                 if len(value) != field.nbytes:
@@ -283,17 +339,19 @@ class LMDBFile(ClosingFile):
             return flat.reshape(len(batch.values), *field.sizes)
         samples = [self._decode(batch, index) for index in range(len(batch.values))]
         try:
-            return Block.from_samples(self.schema.select([self._name]), samples).columns[self._name]
+            return Block.from_samples(self.schema.select([self._names[0]]), samples).columns[self._names[0]]
         except UsageError as error:
             raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
 
     def _decode(self, batch: _Batch, index: int) -> dict[str, Any]:
         data = batch.values[index]
         try:
-            array = decode_image(data, self._size) if self._format == "image" else parse_npy(data)
+            pixels = self._pixels
+            image = self._format == "image"
+            array = decode_image(data, pixels.size, masks=pixels.masks) if image else parse_npy(data)
         except BadObject as error:
             raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
-        return {self._name: array}
+        return {self._names[0]: array}
 
 
 def _refuse_others(file: Path) -> None:
@@ -305,21 +363,9 @@ def _refuse_others(file: Path) -> None:
         raise BadObject(f"{file} is not an LMDB file: it {'does not begin like one' if head else 'is empty'}")
 
 
-def _is_note(key: memoryview) -> bool:
-    text = bytes(key)
-    return text in _NOTES or (len(text) > 4 and text.startswith(b"__") and text.endswith(b"__"))
-
-
-def _samples(txn: Any, first: bytes | None = None) -> Iterator[tuple[memoryview, memoryview]]:
-    """The samples, or those from the key ``first`` on."""
-    cursor = txn.cursor()
-    if first is not None:
-        cursor.set_range(first)
-    return ((key, value) for key, value in cursor if not _is_note(key))
-
-
-def _may_be_table(value: memoryview, last: int) -> bool:
-    """Whether 48 bytes can be the record of a named database in a file whose last page has this number: only of these
-    LMDB is asked, since that takes longer than all else that is done about an entry."""
-    _, _, depth, branch, leaf, overflow, _, root = _TABLE.unpack(value)
-    return bool(depth < 64 and max(branch, leaf, overflow) <= last and (root <= last or root == _NO_PAGE))
+def _of_table(name: str, record: Any) -> Stream | str:
+    """The stream of a named database, or why it cannot be read."""
+    _, flags, _, _, _, _, entries, _ = DATABASE.unpack(record)
+    if flags:
+        return "its keys have several values (dupsort), or are numbers (integerkey)"
+    return Stream(name, database=name, entries=entries) if entries else "no entries in it"

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from cachetool.core.errors import BadObject
 from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import MAX_HEADER, npy_layout
+from cachetool.sources.flat import unflattened, wants_arrays
+from cachetool.sources.groups import by_groups
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.npz import directory_of, stream_of
 from cachetool.sources.options import SourceOptions
@@ -88,10 +90,11 @@ def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
             raise BadObject(f"{file} holds two arrays of one name")
     columns: list[StoredColumn] = []
     skipped: list[tuple[str, str]] = []
+    wants = wants_arrays(options)
     try:
         for info in infos:
             name = info.filename.removesuffix(".npy")
-            if reason := _not_an_array(info) or (None if options.wants(name) else NOT_ASKED):
+            if reason := _not_an_array(info) or (None if wants(name) else NOT_ASKED):
                 skipped.append((name, reason))
                 continue
             with reading(f"{file}: {quoted(name)}"):
@@ -102,10 +105,13 @@ def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
                 skipped.append((name, member))
                 continue
             columns.append(member.column(name, stored=file.size))
+        columns, keys = by_groups(file, columns, options, skipped, stored=file.size)
         rows = columns[0].shape[0] if columns else 0
         unit = max(1, -(-rows // _UNITS), _UNIT_BYTES * rows // max(1, sum(column.nbytes for column in columns)))
         columns = [replace(column, chunk=unit, piece=0) for column in columns]
-        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=archive.close)
+        if keys is None:
+            columns = unflattened(file, columns, skipped, options)
+        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=archive.close, keys=keys)
     finally:
         archive.close()
 
@@ -156,7 +162,7 @@ class _Member:
         """``head`` is its beginning. Raises :class:`BadObject` with the reason alone."""
         self._archive, self._info = archive, info
         self.dtype, self.fortran, self.shape, self._start = npy_layout(head, text=True)
-        self._row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self._row, self._count = math.prod(self.shape[1:]) * self.dtype.itemsize, self.shape[0] if self.shape else 1
         self._stream: IO[bytes] | None = None
         self._at = 0
 
@@ -170,11 +176,9 @@ class _Member:
                 while stream.read(2**20):  # if it is damaged, its CRC says so at the end
                     pass
                 return str(error)
-        if not member.shape:
-            return "a single number, without rows"
         if member.dtype.kind in "SU" and len(member.shape) > 1:
             return f"texts in {len(member.shape)} dimensions"
-        size = member._start + member._row * member.shape[0]
+        size = member._start + member._row * member._count
         if size != info.file_size:
             raise ValueError(f"{info.file_size} bytes are not a {member.dtype} array {member.shape}")
         return member
@@ -190,15 +194,18 @@ class _Member:
 
     def column(self, name: str, *, stored: int) -> StoredColumn:
         """This array as a candidate for a field; ``stored`` is the size of the archive."""
-        nbytes, read = self._row * self.shape[0], self._rows
+        nbytes, read = self._row * self._count, self._rows
         if self.dtype.kind in "SU":
             kind = "str" if self.dtype.kind == "U" else "bytes"
-            return StoredColumn(name, kind, self.shape, nbytes, lambda start, stop: unpadded(self._rows(start, stop)))
+            return StoredColumn(
+                name, kind, self.shape, nbytes, lambda start, stop: unpadded(self._rows(start, stop)),
+                once=lambda start, stop: unpadded(self._once(start, stop)),
+            )  # fmt: skip
         if self.fortran and len(self.shape) > 1:
             what = f"{self._archive.path}: {quoted(name)}, which is stored column by column,"
             check_allocation(what, nbytes, stored=stored)
             read = self._rows_of_columns
-        return StoredColumn(name, self.dtype.newbyteorder("<").str, self.shape, nbytes, read)
+        return StoredColumn(name, self.dtype.newbyteorder("<").str, self.shape, nbytes, read, once=self._once)
 
     def _rows(self, start: int, stop: int) -> Array:
         if self._stream is None or self._stream.closed or start < self._at:
@@ -209,6 +216,16 @@ class _Member:
         flat = np.frombuffer(self._take(stop - start), dtype=self.dtype)
         return flat.reshape(stop - start, *self.shape[1:]).astype(self.dtype.newbyteorder("<"), copy=False)
 
+    def _once(self, start: int, stop: int) -> Array:
+        """Rows of an array of which none are read again soon: nothing of it stays open."""
+        by_columns = self.fortran and len(self.shape) > 1
+        rows = self._rows(0, self._count) if by_columns else self._rows(start, stop)
+        if by_columns:
+            rows = rows.reshape(self.shape[::-1]).T[start:stop]
+        if self._stream is not None:
+            self._stream.close()
+        return np.ascontiguousarray(rows)
+
     def _take(self, rows: int) -> bytes:
         """The next rows; at the end of the member zipfile checks its CRC."""
         assert self._stream is not None
@@ -216,12 +233,12 @@ class _Member:
         if len(raw) != rows * self._row:
             raise ValueError("fewer bytes than its header says")
         self._at += rows
-        if self._at == self.shape[0] and self._stream.read(1):
+        if self._at == self._count and self._stream.read(1):
             raise ValueError("more bytes than its directory says")
         return raw
 
     def _rows_of_columns(self, start: int, stop: int) -> Array:
         """Out of an array in Fortran's order, the bytes of whose rows lie all over it: read whole, once."""
         if self._stream is None or self._stream.closed:
-            self._array = self._rows(0, self.shape[0]).reshape(self.shape[::-1]).T
+            self._array = self._rows(0, self._count).reshape(self.shape[::-1]).T
         return np.ascontiguousarray(self._array[start:stop])

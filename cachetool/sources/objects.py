@@ -29,21 +29,22 @@ from cachetool.core.schema import KEY, MAX_FIELDS, Schema
 from cachetool.core.units import format_size
 from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
+from cachetool.sources.classes import folder_of, with_label
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
-from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.images import no_images
+from cachetool.sources.keys import CONTAINERS, IMAGES, Part, Stem
 from cachetool.sources.limits import MAX_VALUE
-from cachetool.sources.options import SourceOptions
+from cachetool.sources.options import LABEL, SourceOptions
 from cachetool.sources.order import DrawOrder
 from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
+from cachetool.sources.value_format import check_value_format, is_raw
 from cachetool.stores import Object, Store
 from cachetool.stores.traffic import arrived
 
 __all__ = ["Assembled", "Assembler", "ObjectsSource"]
 
-
-LABEL = "label"
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -65,16 +66,21 @@ class Assembler:
     def __init__(self, options: SourceOptions, where: str) -> None:
         """``where`` the samples lie, for messages."""
         self._options, self._where = options, where
-        self._wanted = None if options.fields is None else frozenset(options.fields)
+        self._wanted = None if options.chosen is None else frozenset(options.chosen)
+        self._dropped = options.dropped
+        self._numbers = {name: number for number, name in enumerate(options.classes)}
 
     def takes(self, sample: Assembled[V], part: Part) -> bool:
         """Whether a part of ``sample`` can hold a field asked for: it is named so, or is a file of many fields."""
-        if self._wanted is None or part.kind in CONTAINERS:
+        if part.kind in CONTAINERS:
             return True
         name = self._options.rename.get(part.field, part.field)
-        if name not in self._wanted:
+        if not (wanted := self._wants(name)):
             sample.names.append(name)
-        return name in self._wanted
+        return wanted
+
+    def _wants(self, name: str) -> bool:
+        return name not in self._dropped if self._wanted is None else name in self._wanted
 
     def needed(self, sample: Assembled[V], parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
         """Those of all parts of ``sample`` that it takes; files of many fields only if some are still missing."""
@@ -88,27 +94,33 @@ class Assembler:
             for old, value in fields:
                 new = self._options.rename.get(old, old)
                 sample.names.append(new)
-                if self._wanted is not None and new not in self._wanted:
+                if not self._wants(new):
                     continue
                 if isinstance(value, Unusable):
-                    raise BadObject(f"{old[:100]!r}{value.why}; choose other fields with --fields")
+                    raise BadObject(f"{old[:100]!r}{value.why}; leave it out with --fields -{new[:100]}")
                 _set(sample, new, value)
                 if len(sample.values) > MAX_FIELDS:
                     raise BadObject(f"it brings more than {MAX_FIELDS} fields; choose some with --fields")
         except BadObject as error:
             raise BadObject(f"{name!r}: {error}") from error.__cause__
 
-    def finish(self, sample: Assembled[V], text: Callable[[str], V]) -> None:
-        """Add the label and the key, ``text`` making values of them. Raises :class:`BadObject` without a folder."""
+    def finish(self, sample: Assembled[V], text: Callable[[str], V], number: Callable[[int], V] | None = None) -> None:
+        """Add the label and the key, ``text`` and ``number`` making values of them. Raises :class:`BadObject` without a
+        folder."""
         if self._options.label_from_folder:
-            folder = sample.key.rpartition("/")[0]
+            folder = folder_of(sample.key)
             if not folder:
                 raise BadObject(
                     f"{sample.key!r} lies in no folder below {self._where}, which --label-from-folder could take"
                 )
-            _set(sample, LABEL, text(folder.rpartition("/")[2]))
+            _set(sample, LABEL, text(folder) if number is None else number(self._number(folder)))
         if self._options.key:
             sample.values[KEY] = text(sample.key)
+
+    def _number(self, folder: str) -> int:
+        if (number := self._numbers.get(folder)) is None:
+            raise BadObject(f"folder {folder!r} came after the others were numbered, and has no class")
+        return number
 
 
 def _set(sample: Assembled[V], name: str, value: V) -> None:
@@ -144,6 +156,7 @@ class _Sample(Assembled[Value]):
 
     fetched: int = 0
     nbytes: int = 0
+    has_image: bool = False
     error: BadObject | NotFound | None = None
     failure: SourceError | None = None
     """Why the store gave no more."""
@@ -169,6 +182,7 @@ class _Shapes:
     shapes: Mapping[str, Shape]
     nbytes: int
     names: tuple[str, ...]
+    has_image: bool
     error: BadObject | NotFound | None
     fetched: int
 
@@ -180,12 +194,15 @@ class ObjectsSource:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
         self._blame = Blame(store, lambda unit: listing.unit(unit)[0], listing.units)
-        self._stem = Stem(options.stem)
+        self._stem = Stem(listing.stem)
         self.url = store.url
         self._assembler = Assembler(options, store.url)
         self.units = self.samples = listing.units
         self.identity = listing.identity
         self.vanished = listing.vanished
+        self.skipped = listing.names
+        """What is in no sample, and notes on how the objects are read."""
+        self.left_out_counts = dict(listing.left_out)
         threads = options.concurrency or store.concurrency
         self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
@@ -198,6 +215,8 @@ class ObjectsSource:
 
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
+        if self._options.decode == "cf":
+            raise UsageError(f"--decode cf is for HDF5, netCDF4 and Zarr; {self.url} is a folder of objects")
         samples: list[_Shapes] = []
         first_error: Exception | None = None
         fetched = 0
@@ -219,15 +238,26 @@ class ObjectsSource:
                         break  # a server without ranges, from which beginnings come with all that follows
         if not samples:
             raise first_error or NotFound(f"no samples under {self.url}")
+        self._check_value_format(units)
         pairs = [(sample.key, sample.shapes) for sample in samples]
-        schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields, of_objects=True)
-        for name in self._options.fields or ():
-            if name not in schema:
+
+        def objects(key: str) -> list[str]:
+            groups = map(self._listing.unit, units.tolist())
+            return next(([item.key for item in group] for group in groups if self._part(group[0]).sample == key), [])
+
+        schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.chosen, objects=objects)
+        schema = with_label(schema, self._options)
+        if self._options.decodes_images and not any(sample.has_image for sample in samples):
+            why = f"no object has the extension of one ({', '.join(sorted(IMAGES))})"
+            raise no_images(self.url, self._options.decode, schema, why)
+        names = {name for sample in samples for name in sample.names}
+        for name in (*(self._options.chosen or ()), *sorted(self._options.dropped)):
+            if name not in schema and name not in names:
                 raise UsageError(
                     f"no field {name!r}; the samples have {names_of(self._names(samples[0], int(units[0])))}"
                 )
         for old, new in self._options.rename.items():
-            if new not in schema and new in (self._options.fields or (new,)):
+            if new not in schema and self._options.wants(new):
                 raise UsageError(
                     f"--rename {old}={new}: no field {old!r};"
                     f" the samples have {names_of(self._names(samples[0], int(units[0])))}"
@@ -235,7 +265,17 @@ class ObjectsSource:
         mean = sum(sample.nbytes for sample in samples) / len(samples)
         if wanted.any() and sizes[wanted].any():
             mean *= sizes.mean() / sizes[wanted].mean()
-        return Probe(schema, math.ceil(mean))
+        return Probe(schema, math.ceil(mean), left_out=self.skipped, left_out_counts=self.left_out_counts)
+
+    def _check_value_format(self, units: _Units) -> None:
+        """Raise :class:`UsageError` for a value format that no object of these units has use for."""
+        if self._options.value_format is None:
+            return
+        kinds = {self._part(item).kind for unit in units.tolist() for item in self._listing.unit(unit)}
+        if "bytes" not in kinds:
+            raise UsageError(
+                f"--value-format is for objects of bytes, and {self.url} has {', '.join(sorted(kinds))}; leave it out"
+            )
 
     def _to_probe(self, units: _Units) -> npt.NDArray[np.bool_]:
         """Which of these units: all, unless what must be read of them is much."""
@@ -303,6 +343,7 @@ class ObjectsSource:
                 {name: shape_of(value) for name, value in s.values.items()},
                 s.nbytes,
                 tuple(s.names),
+                s.has_image,
                 s.error,
                 s.fetched,
             )
@@ -330,9 +371,13 @@ class ObjectsSource:
                     self._blame.came(item if item.size >= 0 else replace(item, size=len(data)))
                     sample.fetched += len(data)
                     arrived(len(data))
-                    fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
+                    sample.has_image = sample.has_image or part.kind == "image"
+                    options = self._options
+                    fields = decode(
+                        part, data, images=options.decodes_images, pixels=options.pixels, values=options.value_format
+                    )
                 self._assembler.add(sample, item.key, fields)
-            self._assembler.finish(sample, str)
+            self._assembler.finish(sample, str, int if self._options.label_from_folder == "int" else None)
         except (BadObject, NotFound) as error:
             sample.error = error
         except (AccessDenied, Unreachable) as error:
@@ -342,9 +387,18 @@ class ObjectsSource:
 
     def _by_head(self, item: Object, part: Part) -> list[tuple[str, Value]] | None:
         """What an object will be, as arrays of one value that is repeated; None when only all of it says that."""
-        if part.kind == "bytes":
+        values = self._options.value_format if part.kind == "bytes" else None
+        if values is not None and is_raw(values):
+            described = check_value_format(values)
+            assert described is not None
+            field, _ = described
+            fits = field.nbytes == item.size  # else the whole object says what is wrong
+            return [(part.field, np.broadcast_to(np.zeros((), field.numpy), field.sizes))] if fits else None
+        if values == "image":
+            return None
+        if part.kind == "bytes" and values != "npy":
             return [(part.field, np.broadcast_to(np.uint8(0), (item.size,)).data)]
-        if part.kind != "npy":
+        if part.kind != "npy" and values != "npy":
             return None
         try:
             dtype, _, shape, start = npy_layout(self._store.get_range(item, 0, min(item.size, MAX_HEADER + 12)))

@@ -22,9 +22,18 @@ from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.sources.byte_source import MemoryRanges, Ranges, ServedRanges, SourceFile
+from cachetool.sources.cf import Packing
 from cachetool.sources.kinds import kind_named
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import ClosingFile, LimitedAccess, RandomAccess, RecordFile, bounded
+from cachetool.sources.readers import (
+    ClosingFile,
+    LimitedAccess,
+    MisfitRows,
+    RandomAccess,
+    RecordFile,
+    bounded,
+    of_file,
+)
 from cachetool.sources.rows import ColumnFile, Part, StoredColumn
 from cachetool.sources.shapes import common, conform
 
@@ -59,6 +68,8 @@ class FileFacts:
     """About how many bytes a row takes in the file, where they differ in size."""
     names: dict[str, str] = field(default_factory=dict)
     """What the file calls fields that have another name."""
+    packing: dict[str, Packing] = field(default_factory=dict)
+    """The CF attributes of fields whose numbers stand for others."""
 
 
 def facts_of_rows(file: ColumnFile, size: int) -> FileFacts:
@@ -75,6 +86,7 @@ def facts_of_rows(file: ColumnFile, size: int) -> FileFacts:
         cuts=file.cuts,
         parts=_parts([column for column in columns.values() if column.chunk == largest.chunk]),
         row=size // max(1, file.samples),
+        packing={name: dict(column.packing) for name, column in columns.items() if column.packing},
     )
 
 
@@ -128,7 +140,7 @@ def open_served(
         file = files.opened(number)
         facts = facts_of_rows(file, spec["sizes"][number])
         ranges.tell(asdict(facts))
-        skipped += [(f"{name}: {array}" if len(spec["files"]) > 1 else array, why) for array, why in file.skipped]
+        skipped += of_file(name, file.skipped) if len(spec["files"]) > 1 else file.skipped
         rows.append(facts.rows)
         piece = max(piece, facts.piece)
         if schema is None:
@@ -174,7 +186,10 @@ class OpenedFiles(ClosingFile):
         number = bisect_right(self._starts, start) - 1
         first = self._starts[number]
         file = self._files.opened(number)
-        return conform(file.read(start - first, stop - first), self.schema)
+        try:
+            return conform(file.read(start - first, stop - first), self.schema)
+        except MisfitRows as error:
+            raise MisfitRows(file.path, conform(error.block, self.schema), error.misfits) from None
 
     def close(self) -> None:
         """Let go of the file."""

@@ -13,7 +13,7 @@ What a file says of itself is not believed before it is compared with the bytes 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,11 +25,13 @@ from cachetool.sources.options import SourceOptions
 from cachetool.stores.base import EXHAUSTED
 
 __all__ = [
+    "NOTE",
     "NOT_ASKED",
     "ClosingFile",
     "EmptyFile",
     "LeftOut",
     "LimitedAccess",
+    "MisfitRows",
     "RandomAccess",
     "RecordFile",
     "because",
@@ -37,12 +39,16 @@ __all__ = [
     "checked_key",
     "field_names",
     "make_schema",
+    "notes_of",
+    "of_file",
     "reading",
 ]
 
 MAX_SKIPPED = 100
 """Names that :attr:`RandomAccess.skipped` lists; more are counted."""
 NOT_ASKED = "not asked for"
+NOTE = ""
+"""Stands for a name among what is not taken: the reason is a note on how the file is read."""
 
 
 class EmptyFile(BadObject):
@@ -50,6 +56,27 @@ class EmptyFile(BadObject):
 
     Whoever opens files turns it into a plain :class:`BadObject`, because only that class crosses processes.
     """
+
+
+class MisfitRows(BadObject):
+    """Some rows of a file hold no sample, and the others do.
+
+    A caller that does not know this class takes it for an error of the whole file. The guarded process hands it on as
+    its parts.
+    """
+
+    def __init__(self, where: object, block: Block, misfits: Mapping[int, str]) -> None:
+        self.block = block
+        """All rows that were asked for; the values of a misfit mean nothing."""
+        self.misfits = dict(misfits)
+        """By the number of the row in its file: why, to be said behind that number."""
+        self._where = where
+        row = min(self.misfits)
+        super().__init__(f"{where}: row {row}: {self.misfits[row]}")
+
+    def of(self, rows: Iterable[int]) -> MisfitRows:
+        """The same error of these misfits alone."""
+        return MisfitRows(self._where, self.block, {row: self.misfits[row] for row in rows})
 
 
 class RandomAccess(Protocol):
@@ -66,7 +93,8 @@ class RandomAccess(Protocol):
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``; cheapest when each call goes on where the last one ended.
 
-        Raises :class:`BadObject` naming the file and the dataset, record or member.
+        Raises :class:`BadObject` naming the file and the dataset, record or member, :class:`MisfitRows` where some
+        samples are good.
         """
         ...
 
@@ -133,16 +161,17 @@ def field_names(
     twice = [name for name in names.values() if list(names.values()).count(name) > 1]
     if twice:
         raise UsageError(f"{path}: two fields would be called {twice[0]!r}; rename one with --rename")
-    if options.fields is None:
-        return names
     by_name = {new: name for name, new in names.items()}
-    for new in options.fields:
+    if options.chosen is None:
+        skipped += [(name, NOT_ASKED) for new, name in by_name.items() if new in options.dropped]
+        return {name: new for new, name in by_name.items() if new not in options.dropped}
+    for new in options.chosen:
         if new in left_out:
             raise UsageError(f"{path}: field {new!r} cannot be taken: {left_out[new]}")
         if new not in by_name:
             raise UsageError(f"{path}: no field {new!r}; there is {_listed([*by_name, *left_out])}")
-    skipped += [(name, NOT_ASKED) for new, name in by_name.items() if new not in options.fields]
-    return {by_name[new]: new for new in options.fields}
+    skipped += [(name, NOT_ASKED) for new, name in by_name.items() if new not in options.chosen]
+    return {by_name[new]: new for new in options.chosen}
 
 
 def make_schema(path: object, fields: Sequence[Field], skipped: Sequence[tuple[str, str]]) -> Schema:
@@ -165,7 +194,7 @@ def checked_key(field: Field) -> Field:
 
 def because(skipped: Iterable[tuple[str, str]]) -> str:
     """The first three reasons, as the end of a message."""
-    reasons = [f"{quoted(name)}: {reason}" for name, reason in skipped]
+    reasons = [f"{quoted(name)}: {reason}" for name, reason in skipped if name != NOTE]
     return f";\n{'; '.join(reasons[:3])}" if reasons else ""
 
 
@@ -187,6 +216,12 @@ class LeftOut:
         else:
             self._more += 1
 
+    def update(self, skipped: Iterable[tuple[str, str]]) -> None:
+        """Add those that are not there yet."""
+        for name, reason in skipped:
+            if (name, reason) not in self._names:
+                self.add(name, reason)
+
     def listed(self) -> tuple[tuple[str, str], ...]:
         """For :attr:`RandomAccess.skipped`."""
         return (*self._names, ("...", f"and {self._more} more")) if self._more else tuple(self._names)
@@ -194,6 +229,17 @@ class LeftOut:
     def because(self) -> str:
         """The first three, for messages."""
         return because(self._names)
+
+
+def of_file(name: str, skipped: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What is not taken of one file of several; notes stay as they are."""
+    return [(entry if entry == NOTE else f"{name}: {entry}", why) for entry, why in skipped]
+
+
+def notes_of(skipped: Iterable[tuple[str, str]]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """What is really not taken, and the notes among it, each once."""
+    entries = tuple(skipped)
+    return tuple(e for e in entries if e[0] != NOTE), tuple(dict.fromkeys(why for name, why in entries if name == NOTE))
 
 
 def bounded(skipped: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

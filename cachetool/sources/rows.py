@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, CorruptError, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.formats.columnar import parse_header
+from cachetool.sources.cf import Packing, decoder
 from cachetool.sources.limits import check_claims, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
     ClosingFile,
+    MisfitRows,
     because,
     bounded,
     checked_key,
@@ -31,9 +35,11 @@ from cachetool.sources.readers import (
 
 __all__ = [
     "ColumnFile",
+    "Incomplete",
     "Part",
     "Slab",
     "StoredColumn",
+    "decoded",
     "joined",
     "of_sizes",
     "schema_of_ours",
@@ -42,9 +48,14 @@ __all__ = [
 ]
 
 
+UNIT_BYTES = 64 * 2**10
+"""Rows smaller than this are fetched, and so drawn, with their neighbours: a request costs as much as so many bytes."""
 SLABS_BYTES = 256 * 2**20
 """Most bytes kept at a time by all arrays of a file, unless a row is larger; chunks that reach further are read several
 times."""
+
+_NAMED = 8
+"""Fields in the option that a hint advises."""
 
 Array = npt.NDArray[Any]
 
@@ -107,6 +118,17 @@ def unpadded(rows: Array) -> Ragged:
     return of_sizes(flat[np.arange(flat.shape[1]) < sizes[:, None]], sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Rows of a column some of which hold no value."""
+
+    column: Column
+    missing: npt.NDArray[np.bool_]
+    """For each row whether its value is missing; what stands in its place in the column means nothing."""
+    reason: str
+    """Behind the column's name."""
+
+
 Part = tuple[int, int, int, str]
 """The first row of a part, where it lies in the file and how many bytes it has; for Zarr its key instead, 0 and 0."""
 
@@ -120,10 +142,10 @@ class StoredColumn:
     dtype: str
     """As in :class:`Field`: a NumPy dtype, ``bytes`` or ``str``."""
     shape: tuple[int, ...]
-    """Of the whole array; its first size counts samples."""
+    """Of the whole array; its first size counts samples. Empty for a single value, which is read as row 0."""
     nbytes: int
     """Bytes of all values, the least that they can have where they differ in size."""
-    read: Callable[[int, int], Column]
+    read: Callable[[int, int], Column | Incomplete]
     """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
     ragged: int = 0
     """The rank of the rows, where every one is an array of its own size."""
@@ -137,12 +159,50 @@ class StoredColumn:
     """Rows that are stored, and so fetched, together."""
     parts: Callable[[], Iterable[Part]] | None = None
     """Where those lie, if that can be told beforehand."""
+    once: Callable[[int, int], Column] | None = None
+    """The same as :attr:`read`, where that keeps rows for the next call."""
+    packing: Packing = dataclasses.field(default_factory=dict)
+    """The CF attributes by which its numbers stand for others."""
 
     def field(self, name: str) -> Field:
         """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
         if self.dtype in ("bytes", "str"):
             return Field(name, self.dtype)
         return Field(name, self.dtype, (None,) * self.ragged if self.ragged else self.shape[1:])
+
+
+def _decoded(column: StoredColumn) -> StoredColumn | str:
+    """The array of what its numbers stand for by their CF attributes, or why there is none."""
+    if not column.packing or column.ragged or column.dtype in ("bytes", "str"):
+        return column
+    decoding = decoder(stored := np.dtype(column.dtype), column.packing)
+    if isinstance(decoding, str):
+        return decoding
+    dtype, decode = decoding
+    chunk, parts = column.chunk, column.parts
+    if column.offset >= 0:  # rows that lie one after another are fetched as they would be without a library
+        rows, row = column.shape[0], column.nbytes // max(1, column.shape[0])
+        chunk = max(1, UNIT_BYTES // max(1, row))
+
+        def parts() -> Iterator[Part]:
+            for at in range(0, rows, chunk):
+                yield at, column.offset + at * row, min(chunk, rows - at) * row, ""
+
+    return replace(
+        column, dtype=dtype.str, nbytes=column.nbytes // stored.itemsize * dtype.itemsize,
+        read=lambda start, stop: decode(np.asarray(column.read(start, stop))), once=None, offset=-1, stored="",
+        piece=column.piece // stored.itemsize * 8, chunk=chunk, parts=parts,
+    )  # fmt: skip
+
+
+def decoded(columns: list[StoredColumn], options: SourceOptions, skipped: list[tuple[str, str]]) -> list[StoredColumn]:
+    """With ``--decode cf`` the arrays of what their numbers stand for; those that stand for nothing known are added to
+    ``skipped``. Done before arrays are joined to samples: each has attributes of its own."""
+    if options.decode != "cf":
+        return columns
+    values = {column.name: _decoded(column) for column in columns}
+    skipped += [(name, why) for name, why in values.items() if isinstance(why, str)]
+    return [column for column in values.values() if not isinstance(column, str)]
 
 
 class ColumnFile(ClosingFile):
@@ -159,10 +219,12 @@ class ColumnFile(ClosingFile):
         close: Callable[[], None] = lambda: None,
         cuts: list[int] | None = None,
         ours: Schema | None = None,
+        keys: StoredColumn | None = None,
     ) -> None:
         """Choose fields among ``arrays``; ``stored`` is how many bytes the input has on disk, ``close`` lets
         go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
-        ``ours``: what the file says that it holds, if it carries the mark of those that cachetool writes.
+        ``ours``: what the file says that it holds, if it carries the mark of those that cachetool writes; ``keys``: the
+        samples' keys, if the file has them.
 
         Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
         there were none, or larger ones than their file can hold.
@@ -178,20 +240,30 @@ class ColumnFile(ClosingFile):
             names[KEY] = KEY
             if options.fields is None:  # in the order of its checksums, whichever place the key has
                 names = {name: names[name] for name in by_name if name in names}
-        self.samples = _common_length(path, [by_name[name] for name in names], options.rows, out)
+        candidates = [by_name[name] for name in names]
+        self.samples = _common_length(path, candidates, options.rows, out)
+        hints = {}
+        if options.rows is None and options.fields is None:
+            hints = _hints(candidates, names, self.samples)
         self._columns: dict[str, StoredColumn] = {}
         fields: list[Field] = []
         for name, new in names.items():
             column = by_name[name]
             if column.shape[0] != self.samples:
-                out.append((name, f"its first dimension is {column.shape[0]}, not {self.samples}"))
+                out.append((name, f"its first dimension is {column.shape[0]}, not {self.samples}{hints.get(name, '')}"))
                 continue
             try:
-                fields.append(checked_key(column.field(new)))
+                one = checked_key(column.field(new))
+                # Only our own mark on a file says what its numbers stand for.
+                named = ours is not None and name in ours and column.dtype == ours[name].dtype
+                fields.append(replace(one, classes=ours[name].classes) if ours is not None and named else one)
             except UsageError as error:
                 out.append((name, str(error)))
                 continue
             self._columns[new] = column
+        if keys is not None and options.key:
+            self._columns[KEY] = keys
+            fields.append(keys.field(KEY))
         self.schema = make_schema(path, fields, out)
         self.skipped = bounded(out)
         self.piece = max(max(c.piece, c.nbytes // max(1, self.samples)) for c in self._columns.values())
@@ -207,17 +279,26 @@ class ColumnFile(ClosingFile):
         return self._columns
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Samples ``start`` to ``stop``. Raises :class:`MisfitRows` where some rows lack a value."""
         if not 0 <= start <= stop <= self.samples:
             raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
         columns: dict[str, Column] = {}
+        misfits: dict[int, str] = {}
         for name, column in self._columns.items():
             if start == stop:
                 columns[name] = Block.from_samples(self.schema.select([name]), []).columns[name]
                 continue
             with reading(f"{self.path}: {quoted(column.name)}, rows {start} to {stop}"):
-                columns[name] = column.read(start, stop)
-        return Block(self.schema, columns)
+                values = column.read(start, stop)
+            if isinstance(values, Incomplete):
+                why = f"{quoted(column.name)} {values.reason}; leave the column out with --fields -{name}"
+                misfits |= dict.fromkeys((np.flatnonzero(values.missing) + start).tolist(), why) | misfits
+                values = values.column
+            columns[name] = values
+        block = Block(self.schema, columns)
+        if misfits:
+            raise MisfitRows(self.path, block, misfits)
+        return block
 
     def close(self) -> None:
         """Let go of files."""
@@ -307,18 +388,34 @@ def _column_of_ours(
 def _common_length(
     path: object, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
 ) -> int:
-    """The first dimension that most arrays have; of several the one that holds most bytes."""
+    """The first dimension of the arrays that hold most bytes; of equal ones the one that most arrays have."""
     if not columns and not skipped:
         raise BadObject(f"{path}: no samples in it")
     if not columns:
         raise BadObject(f"{path}: nothing in it can be taken as samples{because(skipped)}")
-    weight: dict[int, tuple[int, int]] = {}
-    for column in columns:
-        count, nbytes = weight.get(column.shape[0], (0, 0))
-        weight[column.shape[0]] = (count + 1, nbytes + column.nbytes)
+    lengths = _by_length(columns)
     if wanted is None:
-        return max(weight, key=lambda length: (*weight[length], length))
-    if wanted not in weight:
-        have = ", ".join(map(str, sorted(weight)))
+        return max(lengths, key=lambda length: (sum(c.nbytes for c in lengths[length]), len(lengths[length]), length))
+    if wanted not in lengths:
+        have = ", ".join(map(str, sorted(lengths)))
         raise UsageError(f"{path}: no array has {wanted} rows; there are {have}")
     return wanted
+
+
+def _by_length(columns: Iterable[StoredColumn]) -> dict[int, list[StoredColumn]]:
+    """The arrays of each first dimension."""
+    lengths: dict[int, list[StoredColumn]] = {}
+    for column in columns:
+        lengths.setdefault(column.shape[0], []).append(column)
+    return lengths
+
+
+def _hints(columns: Sequence[StoredColumn], names: Mapping[str, str], samples: int) -> dict[str, str]:
+    """For the first array of each other length that as many arrays have: why it lost, and the option that takes it."""
+    lengths = _by_length(columns)
+    hints = {}
+    for length, others in lengths.items():
+        if length != samples and len(others) >= len(lengths[samples]):
+            fields = shlex.quote(",".join(names[column.name] for column in others[:_NAMED]))
+            hints[others[0].name] = f", which most bytes have; to take the {length} instead: --fields {fields}"
+    return hints

@@ -33,11 +33,15 @@ import numpy.typing as npt
 from cachetool.core.errors import CorruptError, SourceError, UsageError
 from cachetool.proc.arrays import load_array
 from cachetool.proc.folders import new_file
+from cachetool.sources.globs import Selection
+from cachetool.sources.grouping import Grouping, Kept
 from cachetool.sources.keys import Stem
 from cachetool.sources.kinds import Census, locate
 from cachetool.sources.listing import Listing, Record, write_listing, write_sorted
 from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOTE
 from cachetool.stores import Object, OrderedStore, open_store
+from cachetool.stores.base import LeftOut
 
 if TYPE_CHECKING:
     from cachetool.sources.listing import Listing
@@ -67,6 +71,16 @@ class SegmentedListing:
         self.url, self.stem = parts[0].url, parts[0].stem
         self.vanished: _Units = np.unique(np.concatenate([_vanished(part.folder) for part in parts]))
         """Numbers of units that were gone when last looked, ascending."""
+        refreshed = [number for number, part in enumerate(parts) if (part.folder / _VANISHED).exists()]
+        latest = parts[refreshed[-1] :] if refreshed else parts
+        self.left_out = LeftOut()
+        """What is no part of a sample, by reason, when last looked."""
+        for part in latest:
+            self.left_out.joined(part.left_out)
+        notes = [(NOTE, note) for note in parts[0].notes]
+        self.names = (*notes, *self.left_out.listed())
+        """The first names of these with the reason, behind notes on how the source is read."""
+        self.kept = parts[0].kept
 
     @classmethod
     def open(cls, folder: Path, *, units: int | None = None) -> SegmentedListing:
@@ -201,23 +215,36 @@ def last_key(folder: Path) -> str | None:
 class EarlyListing:
     """The segments of a store's listing, one after another. A context manager.
 
-    ``after`` is the key behind which it goes on. Raises :class:`UsageError` for a store or a ``stem`` that cannot be
-    listed so, and the errors of :func:`cachetool.stores.open_store`.
+    ``after`` is the key behind which it goes on; ``skip_bad`` as in :func:`~cachetool.sources.list_source`. Raises
+    :class:`UsageError` for a store or a ``stem`` that cannot be listed so, and the errors of
+    :func:`cachetool.stores.open_store`.
     """
 
-    def __init__(self, url: str, options: SourceOptions, *, size: int = SEGMENT, after: str | None = None) -> None:
-        self._stem, self._size = Stem(options.stem), size
+    def __init__(
+        self,
+        url: str,
+        options: SourceOptions,
+        *,
+        size: int = SEGMENT,
+        after: str | None = None,
+        kept: Kept | None = None,
+        skip_bad: bool = False,
+    ) -> None:
+        """``kept``: the fields that the first segment kept, where this is not the first."""
+        self._options, self._kept = options, kept
+        self._stem, self._size = Stem("first"), size
         if locate(url) is not None and options.read_as != "objects":
             raise UsageError("--start-early is for folders of objects, not for a file of many samples; leave it out")
-        self._store = open_store(url)
-        if not isinstance(self._store, OrderedStore) or options.stem != "first":
+        self._store = open_store(url, skip_unusable=skip_bad)
+        if not isinstance(self._store, OrderedStore) or options.stem not in (None, "first"):
             self._store.close()
             raise UsageError(
                 "--start-early needs a store that lists in the order of its keys (s3, gs, az) and --stem first;"
                 " leave it out"
             )
         self._census = Census(self._store.url)
-        self._pages = self._census.count(self._store.list_after(after))
+        self._chosen = Selection(options)
+        self._pages = self._store.list_after(after)
         self._read_as = options.read_as
         self._pending: list[Object] = []
         self._last = after
@@ -227,21 +254,39 @@ class EarlyListing:
 
     def write(self, folder: Path, *, progress: Callable[[int], None] | None = None) -> Listing:
         """Write the next segment; it may have no unit at the store's end. ``progress`` is told how many keys came."""
-        before = self._seen
+        before, not_taken = self._seen, self._chosen.not_taken
+        grouping = Grouping(self._options, kept=self._kept)
         listing = write_listing(
             folder,
-            self._segment(),
+            self._checked(),
             stem=self._stem,
             url=self._store.url,
-            left_out=lambda: self._store.left_out,
+            left_out=lambda: LeftOut().joined(self._store.left_out).joined(self._chosen.left_out(not_taken)),
             progress=None if progress is None else lambda count: progress(before + count),
+            grouping=grouping,
         )
-        if self._census.kind(self._read_as) is not None:
-            raise UsageError(f"--start-early is for folders of objects; {self._store.url} holds files of many samples")
+        if grouping.stem.rule != self._stem.rule:
+            raise UsageError(
+                f"--start-early cuts names at the first dot, but those under {self._store.url} are to be cut at the"
+                " last one; leave --start-early out, or give --stem first"
+            )
+        self._kept = listing.kept if self._kept is None else self._kept
         if self._last is not None:
             with new_file(folder / _LAST) as file:
                 file.write(self._last.encode("utf-8", "surrogateescape"))
         return listing
+
+    def _checked(self) -> Iterator[list[Object]]:
+        """The next segment. Raises :class:`UsageError` for one that shows that there are no objects to be grouped."""
+        taken = self._chosen.taken
+        while True:
+            yield from self._census.count(self._chosen.of(self._segment(), more=True))
+            if self.ended or not self._chosen.globs or self._chosen.taken > taken:
+                break
+        if self.ended:
+            self._chosen.refuse_nothing(self._store.url)
+        if self._census.kind(self._read_as) is not None:
+            raise UsageError(f"--start-early is for folders of objects; {self._store.url} holds files of many samples")
 
     def _segment(self) -> Iterator[list[Object]]:
         count = 0

@@ -8,8 +8,10 @@ is an error that names two samples.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.decode import Value
+from cachetool.sources.grouping import family
 from cachetool.sources.rows import of_sizes
 
 __all__ = [
@@ -34,6 +37,13 @@ __all__ = [
     "nbytes_of",
     "shape_of",
 ]
+
+Objects = Callable[[str], Sequence[str]]
+"""Gives the keys of the objects of a sample by its key."""
+
+
+_FEW = 8
+"""Most fields that a message says how to leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +80,16 @@ def nbytes_of(value: Value) -> int:
 
 
 def common_schema(
-    samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Sequence[str] | None = None, *, of_objects: bool = False
+    samples: Iterable[tuple[str, Mapping[str, Shape]]],
+    order: Sequence[str] | None = None,
+    *,
+    objects: Objects | None = None,
 ) -> Schema:
     """The schema of ``samples``, pairs of a key and what its fields are; ``__key__`` comes last.
 
-    ``order`` gives the fields' order, default: that of the first sample. ``of_objects``: the fields are objects of a
-    place, which may be files of many samples. Raises :class:`BadObject` naming two samples that have no schema in
-    common.
+    ``order`` gives the fields' order, default: that of the first sample. ``objects``: the names of the objects of
+    a sample, where they are those of a place, which may be files of many samples. Raises :class:`BadObject` naming two
+    samples that have no schema in common.
     """
     first_key = ""
     merged: dict[str, Shape] = {}
@@ -86,7 +99,7 @@ def common_schema(
             first_key, merged = key, dict(shapes)
             from_key = dict.fromkeys(merged, key)
         elif shapes.keys() != merged.keys():
-            raise BadObject(_differing(first_key, list(merged), key, list(shapes), of_objects=of_objects))
+            raise BadObject(_differing(first_key, list(merged), key, list(shapes), objects))
         for name, shape in shapes.items():
             if shape != merged[name]:
                 merged[name] = _merge(name, from_key[name], merged[name], key, shape)
@@ -96,8 +109,7 @@ def common_schema(
         fields = [Field(name, merged[name].dtype, merged[name].shape) for name in names]
         return Schema((*fields, Field(KEY, "str")) if KEY in merged else tuple(fields))
     except UsageError as error:
-        hint = "" if "--rename" in str(error) else ";\ncall it something else with --rename"
-        raise BadObject(f"sample {first_key!r}: {error}{hint}") from None
+        raise BadObject(f"sample {first_key!r}: {error}") from None
 
 
 def majority(samples: Sequence[tuple[str, Mapping[str, Shape]]]) -> list[tuple[str, Mapping[str, Shape]]]:
@@ -119,23 +131,43 @@ def _merge(name: str, key_a: str, a: Shape, key_b: str, b: Shape) -> Shape:
         return Shape("<f8", (), plain=True)
     raise BadObject(
         f"field {name!r} is {a.describe()} in {key_a!r} but {b.describe()} in {key_b!r};\n"
-        "leave it out with --fields, or leave out the misfits with --on-error skip"
+        f"leave it out with --fields -{name}, or leave out the misfits with --on-error skip"
     )
 
 
-def _differing(key_a: str, a: list[str], key_b: str, b: list[str], *, of_objects: bool) -> str:
+def _differing(key_a: str, a: list[str], key_b: str, b: list[str], objects: Objects | None) -> str:
+    """The message about two samples whose fields differ, with the options that take them."""
     from cachetool.sources.kinds import kind_of
 
-    only_a, only_b = list({*a} - {*b}), list({*b} - {*a})
+    a, b = ([name for name in names if name != KEY] for names in (a, b))
+    only_a, only_b = [name for name in a if name not in b], [name for name in b if name not in a]
+    common = [name for name in a if name in b]
     text = f"samples differ in their fields: {key_a!r} has {names_of(a)}; {key_b!r} has {names_of(b)};\n"
+    of_objects = objects is not None
     many = [
         name for name in (*only_a, *only_b) if of_objects and (kind := kind_of(f"x.{name}")) and not kind.one_sample
     ]
-    if many:
-        text += f"for the samples in the {names_of(many)} files use --read-as files; otherwise "
-    if len(only_a) == len(only_b) == 1:
-        return text + f"see --stem for how names are cut, or use --rename {only_a[0]}=X --rename {only_b[0]}=X"
-    return text + "see --stem for how names are cut, or choose some with --fields"
+    ways = [f"for the samples in the {names_of(many)} files use --read-as files"] if many else []
+    if common:
+        ways.append(f"take what all have with --fields {shlex.quote(','.join(common))[:200]}")
+    if len(only_a) == len(only_b) == 1 and family(only_a[0]) is not None and family(only_a[0]) == family(only_b[0]):
+        ways.append(f"take both as one field with --rename {only_a[0]}=X --rename {only_b[0]}=X")
+    if objects is not None:
+        globs = [_glob(key, objects(key)) for key in (key_a, key_b)]
+        if all(globs) and globs[0] != globs[1]:
+            ways.append(
+                f"take one of them, with --include {shlex.quote(globs[0])} or --include {shlex.quote(globs[1])}"
+            )
+        folders = [key.partition("/")[::2] for key in (key_a, key_b)]
+        if not common and all(name for _, name in folders) and folders[0][0] != folders[1][0]:
+            ways.append("join the objects of several folders with --stem '[^/]*/(.*?)[.]'")
+    return text + "; or ".join([*ways, "see --stem for how names are cut"])
+
+
+def _glob(sample: str, keys: Sequence[str]) -> str:
+    """A glob of the names that the one object of a sample has; empty where there is none, or more objects."""
+    tail = keys[0][len(sample) :] if len(keys) == 1 and keys[0].startswith(sample) else ""
+    return "*" + re.sub(r"([*?[])", r"[\1]", tail) if tail.startswith(".") and tail.isprintable() else ""
 
 
 def names_of(names: Sequence[Any], most: int = 8) -> str:
@@ -193,7 +225,7 @@ def fitted(block: Block, schema: Schema, where: str, *, sparse: bool = False) ->
                 continue
             raise BadObject(
                 f"{where!r}: field {field.name!r} is {field.describe()}, but the dataset has {wanted.describe()};\n"
-                "leave it out with --fields"
+                f"leave it out with --fields -{field.name}"
             )
     return conform(_unragged(block, schema), schema)
 
@@ -238,10 +270,11 @@ def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
     """
     if set(a.names) != set(b.names):
         only = sorted(set(a.names) ^ set(b.names))
-        raise BadObject(
-            f"{first} and {then} differ in their fields: {', '.join(only)[:200]}; choose some that all have with"
-            " --fields, or convert them apart"
-        )
+        dropped = f"leave these out with --fields {','.join(f'-{name}' for name in only)}"
+        ways = ["convert them apart"]
+        if ({*a.names} & {*b.names}) - {KEY}:
+            ways.insert(0, "choose some that all have with --fields" if len(only) > _FEW else dropped)
+        raise BadObject(f"{first} and {then} differ in their fields: {', '.join(only)[:200]}; {', or '.join(ways)}")
     fields = []
     for field in a:
         other = b[field.name]
@@ -252,7 +285,7 @@ def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
         else:
             raise BadObject(
                 f"field {field.name!r} is {field.describe()} in {first} but {other.describe()} in {then};"
-                " leave it out with --fields, or convert them apart"
+                f" leave it out with --fields -{field.name}, or convert them apart"
             )
     return Schema(tuple(fields))
 

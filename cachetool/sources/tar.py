@@ -23,8 +23,9 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import Schema
 from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
-from cachetool.sources.images import image_shape
-from cachetool.sources.keys import Part, Stem
+from cachetool.sources.grouping import Dots
+from cachetool.sources.images import image_outline, no_images
+from cachetool.sources.keys import IMAGES, Part, Stem
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.objects import Assembled, Assembler
 from cachetool.sources.options import SourceOptions
@@ -40,6 +41,8 @@ _MAX_NOTE = 2**20
 """Bytes of all names and notes before one member."""
 _DIGITS = 20
 _SKIP = 2**20
+_MANY = 100
+"""Different texts between dots that no one sample has as its fields: an archive may be one sample of a few dozen."""
 _GZIP = b"\x1f\x8b"
 _PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -64,8 +67,9 @@ class TarFile:
         Raises :class:`BadObject` naming file and member, or two samples whose fields differ.
         """
         self._file, self._options = file, options
-        self._stem, self._assembler = Stem(options.stem), Assembler(options, str(file))
+        self._stem, self._assembler = Stem(options.stem or "first"), Assembler(options, str(file))
         self.samples = 0
+        self._has_image = False
         self.skipped: tuple[tuple[str, str], ...] = ()
         self.names: dict[str, str] = {}
         self.places: list[tuple[int, int]] = []
@@ -74,9 +78,10 @@ class TarFile:
     def _look(self) -> Schema:
         left_out = LeftOut()
         names: dict[str, None] = {}
+        dots = Dots()
 
         def shapes() -> Iterator[tuple[str, Mapping[str, Shape]]]:
-            for sample in self._samples(self._outline, lambda _: Shape("str", ()), left_out, self.places):
+            for sample in self._samples(self._outline, lambda _: Shape("str", ()), left_out, self.places, dots):
                 self.samples += 1
                 if len(names) < 100:
                     names.update(dict.fromkeys(sample.names))
@@ -85,12 +90,28 @@ class TarFile:
             if not self.samples:
                 raise EmptyFile(f"{self._file}: no samples in it{left_out.because()}")
 
-        schema = common_schema(shapes(), self._options.fields)
-        for name in self._options.fields or ():
+        try:
+            schema = common_schema(shapes(), self._options.chosen)
+        except BadObject:
+            self._refuse_many(dots)
+            raise
+        self._refuse_many(dots)
+        if self._options.decodes_images and not self._has_image:
+            why = f"no member has the extension of one ({', '.join(sorted(IMAGES))})"
+            raise no_images(str(self._file), self._options.decode, schema, why)
+        for name in (*(self._options.chosen or ()), *sorted(self._options.dropped - names.keys())):
             if name not in schema:
                 raise UsageError(f"{self._file}: no field {name!r}; the samples have {names_of(list(names))}")
         self.skipped = left_out.listed()
         return schema
+
+    def _refuse_many(self, dots: Dots) -> None:
+        """Raise :class:`UsageError` for names that the first dot would cut into nonsense, unless that is asked for."""
+        if self._options.stem is None and (dots.are_dates or (dots.are_many and dots.different >= _MANY)):
+            raise UsageError(
+                f"{self._file}: cut at the first dot, names would make {dots.different} different fields;\n"
+                "give --stem last to cut them at the last dot"
+            )
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """All samples in order."""
@@ -122,9 +143,10 @@ class TarFile:
         text: Callable[[str], V],
         left_out: LeftOut,
         places: list[tuple[int, int]],
+        dots: Dots | None = None,
     ) -> Iterator[Assembled[V]]:
         """The samples, their fields made by ``take`` while each member passes by. ``places`` gets where each lies,
-        unless the file is packed."""
+        unless the file is packed; ``dots`` counts the names."""
         file = self._file
         seen: set[int] = set()
         sample: Assembled[V] | None = None
@@ -134,6 +156,8 @@ class TarFile:
             if isinstance(part, str):
                 left_out.add(member.name, part)
                 continue
+            if dots is not None:
+                dots.count(member.name.rpartition("/")[2])
             try:
                 if sample is None or sample.key != part.sample:
                     if sample is not None:
@@ -159,15 +183,16 @@ class TarFile:
 
     def _decode(self, part: Part, member: _Member) -> Iterator[tuple[str, Value]]:
         options = self._options
-        yield from decode(part, member.read(), images=options.decode == "image", size=options.resize)
+        yield from decode(part, member.read(), images=options.decodes_images, pixels=options.pixels)
 
     def _outline(self, part: Part, member: _Member) -> Iterator[tuple[str, Shape]]:
         """What the fields of a member are, reading no more of it than that takes."""
         if part.kind == "npy":
             dtype, _, shape, _ = npy_layout(member.read(MAX_HEADER + 12))
             yield part.field, Shape(dtype.newbyteorder("<").str, shape)
-        elif part.kind == "image" and self._options.decode == "image":
-            yield part.field, Shape("|u1", image_shape(member.read(), self._options.resize))
+        elif part.kind == "image" and self._options.decodes_images:
+            self._has_image = True
+            yield part.field, Shape(*image_outline(member.read(), self._options.pixels))
         elif part.kind in ("npz", "json"):
             for name, value in self._decode(part, member):
                 outlined: Any = value if isinstance(value, Unusable) else shape_of(value)

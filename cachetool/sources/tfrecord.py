@@ -138,7 +138,8 @@ class _Run:
             if feature is not None and feature.kind not in (EMPTY, kind):
                 raise BadObject(
                     f"{self.name(index)}: feature {quoted(name)} is {KIND_NAMES[feature.kind]},"
-                    f" but {KIND_NAMES[kind]} in records before; leave it out with --fields"
+                    f" but {KIND_NAMES[kind]} in records before; leave it out with"
+                    f" --fields -{name}"
                 )
             try:
                 out.add(feature)

@@ -3,6 +3,8 @@
 Every array whose first dimension is the number of samples becomes a field, those in groups as ``group/name``; a single
 array is named after its folder. Chunks that are not there hold the array's fill value, as Zarr has it.
 
+CF attributes of an array, as xarray writes them, say what its numbers stand for: :mod:`cachetool.sources.cf`.
+
 The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
 metadata can ask for unpickle, also when they stand behind others or inside a shard.
 
@@ -22,6 +24,7 @@ import itertools
 import json
 import lzma
 import math
+import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
@@ -36,6 +39,9 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
 from cachetool.sources.byte_source import Ranges, SourceFile
+from cachetool.sources.cf import packing_of
+from cachetool.sources.flat import unflattened, wants_arrays
+from cachetool.sources.groups import by_groups, too_many
 from cachetool.sources.limits import allowed, check_allocation, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
@@ -44,6 +50,7 @@ from cachetool.sources.rows import (
     Part,
     Slab,
     StoredColumn,
+    decoded,
     joined,
     schema_of_ours,
     unpadded,
@@ -161,6 +168,7 @@ _ASIDE = 2**20
 _COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 _CHECKSUMS = frozenset({"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"})
 _NUMBERS = frozenset({"astype", "bitround", "bytes", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"})
+_ML_DTYPE = re.compile("bfloat16|float8_[a-z0-9]{1,20}")
 _CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | {"transpose", "vlen-bytes", "vlen-utf8"}
 """Codecs that turn bytes into numbers or text and do nothing else."""
 
@@ -179,7 +187,7 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
     attributes = about.get("attributes")
     marked = isinstance(attributes, dict) and ATTRIBUTE in attributes
     ours = schema_of_ours(file, attributes[ATTRIBUTE]) if isinstance(attributes, dict) and marked else None
-    wants = wants_of_ours(options) if ours is not None else options.wants
+    wants = wants_of_ours(options) if ours is not None else wants_arrays(options)
     for name, folder, metadata in _arrays(file, root, about):
         if not wants(name):
             skipped.append((name, NOT_ASKED))
@@ -201,7 +209,11 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
         for slab in slabs:
             slab.drop()
 
-    return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=close, ours=ours)
+    columns = decoded(columns, options, skipped)
+    columns, keys = by_groups(file, columns, options, skipped, stored=file.size, ours=ours is not None)
+    if ours is None and keys is None:
+        columns = unflattened(file, columns, skipped, options)
+    return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=close, ours=ours, keys=keys)
 
 
 def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[tuple[str, _Folder, dict[str, Any]]]:
@@ -216,10 +228,7 @@ def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[
         if "shape" in metadata:
             count += 1
             if count > MAX_ARRAYS:
-                raise UsageError(
-                    f"{path} holds more than {MAX_ARRAYS} arrays; one array a sample is not a layout that can be"
-                    " converted: store samples as rows"
-                )
+                raise UsageError(too_many(path, MAX_ARRAYS, "arrays"))
             yield name or path.name.name.removesuffix(".zarr"), folder, metadata
             continue
         if name.count("/") >= _MAX_DEPTH:
@@ -276,10 +285,14 @@ def _column(
     import zarr
 
     stored = path.size
+    if (unknown := _ML_DTYPE.fullmatch(str(metadata.get("data_type")))) is not None:
+        plain = "uint16" if unknown[0] == "bfloat16" else "uint8"
+        return (
+            f"of the data type {unknown[0]}, which NumPy does not have; its bits come as numbers where its zarr.json"
+            f" says data_type {plain!r} and fill_value 0"
+        )
     distrust_codecs(0)
     array = zarr.open_array(folder.store(), mode="r", zarr_format=metadata["zarr_format"])
-    if not array.shape:
-        return "a single value, without rows"
     dtype = array.dtype
     chunk = math.prod(array.shards or array.chunks) * dtype.itemsize
     check_allocation(f"{path}: a chunk of {quoted(name)}", chunk, stored=stored)
@@ -287,7 +300,7 @@ def _column(
     distrust_codecs(allowed(stored) if dtype.kind in "TO" else _WIDEST * chunk + _ASIDE)
 
     def rows(start: int, stop: int) -> Array:
-        return np.asarray(array[start:stop])
+        return np.asarray(array[start:stop]) if array.shape else np.asarray(array[()])[None]
 
     if dtype.kind in "TOSU":  # O: bytes of differing size; text of differing size is T
         return f"texts in {len(array.shape)} dimensions" if len(array.shape) > 1 else _text(name, array, rows, stored)
@@ -296,31 +309,52 @@ def _column(
     except UsageError as error:
         return str(error)
     row = math.prod(array.shape[1:]) * dtype.itemsize
-    chunk_rows = max(1, array.chunks[0])  # it may be 0 where there are no values
-    slab = Slab(
-        lambda start, stop: np.ascontiguousarray(rows(start, stop), dtype=little),
-        rows=array.shape[0],
-        row_nbytes=row,
-        chunk=chunk_rows,
-    )
+    length, chunk_rows = _length(array), max(1, *array.chunks[:1], 0)  # it may be 0 where there are no values
+
+    def fetch(start: int, stop: int) -> Array:
+        return np.ascontiguousarray(rows(start, stop), dtype=little)
+
+    slab = Slab(fetch, rows=length, row_nbytes=row, chunk=chunk_rows)
     slabs.append(slab)
     return StoredColumn(
         name,
         little.str,
         array.shape,
-        row * array.shape[0],
+        row * length,
         slab.read,
         piece=chunk,
         chunk=chunk_rows,
         parts=None if array.shards else lambda: _parts(folder, array),
+        once=fetch,
+        packing=packing_of(_attributes(folder, metadata), little),
     )
+
+
+def _length(array: Any) -> int:
+    """Rows; a single value is its own row 0."""
+    return int(array.shape[0]) if array.shape else 1
+
+
+def _attributes(folder: _Folder, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of an array. Of version 2 the fill value of the array is that of its values where xarray wrote it,
+    which names the dimensions; others set one for chunks that are not there."""
+    if metadata["zarr_format"] == 3:
+        attributes = metadata.get("attributes")
+        return attributes if isinstance(attributes, dict) else {}
+    raw = folder.metadata(".zattrs")
+    attributes = None if raw is None else json.loads(raw)
+    if not isinstance(attributes, dict):
+        return {}
+    if "_ARRAY_DIMENSIONS" in attributes and metadata.get("fill_value") is not None:
+        return {"_FillValue": metadata["fill_value"], **attributes}
+    return attributes
 
 
 def _parts(folder: _Folder, array: Any) -> Iterator[Part]:
     """The keys of all chunks, also of those that were never written."""
     counts = [-(-size // max(1, chunk)) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for at in itertools.product(*map(range, counts)):
-        yield at[0] * array.chunks[0], 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
+        yield at[0] * array.chunks[0] if at else 0, 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
 
 
 def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
@@ -334,9 +368,9 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
 
     if kind in "TO":
         return StoredColumn(
-            name, "str" if kind == "T" else "bytes", array.shape, _LENGTH * array.shape[0], read, piece=stored
+            name, "str" if kind == "T" else "bytes", array.shape, _LENGTH * _length(array), read, piece=stored
         )
-    return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * array.shape[0], read)
+    return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * _length(array), read)
 
 
 class _Folder:

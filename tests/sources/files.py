@@ -96,7 +96,7 @@ def open_files(path: Path | str, options: SourceOptions | None = None) -> OpenFi
     return OpenFiles(path, options)
 
 
-def samples(path: Path, *, block_bytes: int = 1000, **options: Any) -> list[dict[str, Any]]:
+def samples(path: Path | str, *, block_bytes: int = 1000, **options: Any) -> list[dict[str, Any]]:
     """All samples of a file, out of small blocks."""
     with open_files(path, SourceOptions(**options)) as source:
         found = [block.sample(i) for block in source.blocks(block_bytes=block_bytes) for i in range(len(block))]

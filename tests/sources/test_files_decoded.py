@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,17 @@ import h5py
 import lmdb
 import numpy as np
 import pytest
+import zarr
 from PIL import Image
 
-from cachetool.core.errors import BadObject
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.sources import SourceOptions
 from cachetool.sources.images import decode_image
 from tests.sources.files import open_files, read, same, samples
+from tests.sources.test_files_tfrecord import example
+from tests.sources.test_files_tfrecord import write as write_records
+from tests.sources.test_images import png_chunk
+from tests.sources.test_remote_mixed import pulled
 
 RANDOM = np.random.default_rng(4)
 
@@ -123,7 +130,153 @@ def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:
         samples(path, decode="image")
 
 
-def test_without_images_nothing_changes(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.h5", [b"", b"abc", b"de"])
+def write_without_images(folder: Path) -> dict[str, Path]:
+    """Bytes, numbers and text of each kind of source, and nothing that is an image."""
+    raw = np.arange(12, dtype="u1").reshape(2, 6)
+    places = {name: folder / name for name in ("x.h5", "x.npz", "x.tar", "x.lmdb", "x.tfrecord", "x.zarr", "objects")}
+    write(places["x.h5"], [b"", b"abc", b"de"])
+    np.savez(places["x.npz"], a=np.arange(4))
+    zarr.open_group(places["x.zarr"], mode="w").create_array("a", data=raw)
+    write_records(places["x.tfrecord"], *[example(x=b"\x0a\x05\x0a\x03abc")] * 3)
+    with lmdb.open(str(places["x.lmdb"]), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
+        txn.put(b"a", b"bytes")
+    places["objects"].mkdir()
+    with tarfile.open(places["x.tar"], "w") as tar:
+        for name in ("0.cls", "1.cls", "0.image", "1.image"):
+            (places["objects"] / name).write_bytes(b"7")
+            if name.endswith("cls"):
+                tar.add(places["objects"] / name, name)
+    return places
 
-    assert [s["image"].tobytes() for s in samples(path, decode="image")] == [b"", b"abc", b"de"]
+
+@pytest.mark.parametrize("decode", ["image", "mask"])
+def test_decoding_that_finds_no_image_is_an_error_in_every_kind_of_source(tmp_path: Path, decode: str) -> None:
+    """Where a pull looks at a few samples, and where a conversion looks at all."""
+    for name, path in write_without_images(tmp_path).items():
+        for use in (
+            lambda path: samples(path, decode=decode),
+            lambda path: pulled(path, tmp_path / f"cache-{path.name}", decode=decode),
+        ):
+            with pytest.raises(UsageError, match=rf"--decode {decode} finds no image in .*{name}.*; there is "):
+                use(path)
+
+
+def test_a_choice_of_fields_without_the_image_leaves_nothing_to_decode(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    for name, body in (("0.jpg.png", png(pictures(3)[0])), ("0.cls", b"1")):
+        (tmp_path / "objects" / name).write_bytes(body)
+    with pytest.raises(UsageError, match="finds no image in"):
+        samples(tmp_path / "objects", decode="image", fields=("cls",))
+
+
+def mask(values: Any, mode: str) -> bytes:
+    """A PNG of one channel; of mode P with the colours of VOC."""
+    image = Image.fromarray(values) if mode == "I;16" else Image.fromarray(values.astype("u1"), "L")
+    if mode == "P":
+        image = image.convert("L")
+        palette = Image.new("P", image.size)
+        palette.putdata(values.reshape(-1).tolist())
+        palette.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0, *[255] * (3 * 253)])
+        image = palette
+    out = io.BytesIO()
+    image.convert("1").save(out, "PNG") if mode == "1" else image.save(out, "PNG")
+    return out.getvalue()
+
+
+INDICES = np.array([[0, 1, 2], [2, 1, 0]], dtype="u1")
+MASKS = {
+    "P": (mask(INDICES, "P"), INDICES),
+    "L": (mask(INDICES * 40, "L"), INDICES * 40),
+    "1": (mask((INDICES > 0) * 255, "1"), (INDICES > 0).astype("u1")),
+    "I;16": (mask(INDICES.astype("u2") * 30000, "I;16"), INDICES.astype("u2") * 30000),
+}
+
+
+@pytest.mark.parametrize("mode", MASKS)
+def test_masks_keep_their_numbers_in_every_kind_of_source(tmp_path: Path, mode: str) -> None:
+    """The photographs beside them become colours. The numbers of a mask are never mixed by a resize."""
+    body, wanted = MASKS[mode]
+    photo = pictures(5)[0]
+    (tmp_path / "objects").mkdir()
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for at in range(3):
+            for name, raw in ((f"{at}.photo.png", png(photo)), (f"{at}.mask.png", body)):
+                (tmp_path / "objects" / name).write_bytes(raw)
+                tar.add(tmp_path / "objects" / name, name)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name, raw in (("photo", png(photo)), ("mask", body)):
+            dataset = file.create_dataset(name, (3,), h5py.vlen_dtype(np.uint8))
+            for at in range(3):
+                dataset[at] = np.frombuffer(raw, np.uint8)
+    for name in ("objects", "x.tar", "x.h5"):
+        for found in (
+            samples(tmp_path / name, decode="mask"),
+            pulled(tmp_path / name, tmp_path / name[-2:], decode="mask").values(),
+        ):
+            assert len(found) == 3
+            for sample in found:
+                assert same(sample["mask"], wanted), name
+                assert same(sample["photo"], photo), name
+        larger = samples(tmp_path / name, decode="mask", resize="4x6")[0]
+        assert same(larger["mask"], wanted.repeat(2, axis=0).repeat(2, axis=1)), name
+        assert larger["photo"].shape == (4, 6, 3)
+
+
+@pytest.mark.parametrize("options", [{"decode": "mask"}, {"decode": "mask", "value_format": "image"}])
+def test_masks_of_a_database_keep_their_numbers_whether_it_is_said_that_they_are_images(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
+        for at in range(3):
+            txn.put(b"%d" % at, MASKS["P"][0])
+    assert all(same(sample["value"], INDICES) for sample in samples(tmp_path / "x.lmdb", **options))
+    resized = samples(tmp_path / "x.lmdb", resize="4x6", **options)
+    assert all(same(sample["value"], INDICES.repeat(2, axis=0).repeat(2, axis=1)) for sample in resized)
+
+
+def test_a_palette_is_colours_to_decode_image(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "0.png").write_bytes(MASKS["P"][0])
+    (found,) = samples(tmp_path / "objects", decode="image")
+    assert found["png"].tolist() == [[[0, 0, 0], [128, 0, 0], [0, 128, 0]], [[0, 128, 0], [128, 0, 0], [0, 0, 0]]]
+
+
+def test_masks_of_several_sizes_are_ragged_and_jpegs_stay_colours(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    for at, size in enumerate((2, 3)):
+        (tmp_path / "objects" / f"{at}.png").write_bytes(mask(np.full((size, 4), 7, "u1"), "L"))
+        Image.new("L", (4, size), 90).save(tmp_path / "objects" / f"{at}.jpg")
+    found = pulled(tmp_path / "objects", tmp_path / "cache", decode="mask")
+    assert {key: sample["png"].shape for key, sample in found.items()} == {"0": (2, 4), "1": (3, 4)}
+    assert {key: sample["jpg"].shape for key, sample in found.items()} == {"0": (2, 4, 3), "1": (3, 4, 3)}
+
+
+@pytest.mark.parametrize("name", ["objects", "x.h5"])
+def test_masks_among_images_of_colours_are_an_error_that_says_what_to_do(tmp_path: Path, name: str) -> None:
+    images = [MASKS["L"][0], png(pictures(2)[0])]
+    write(tmp_path / "x.h5", images)
+    (tmp_path / "objects").mkdir()
+    for at, image in enumerate(images):
+        (tmp_path / "objects" / f"{at}.image.png").write_bytes(image)
+    with pytest.raises(BadObject, match=r"'image' (.|\n)*--fields -image"):
+        pulled(tmp_path / name, tmp_path / "cache", decode="mask")
+    assert len(pulled(tmp_path / name, tmp_path / "cache", decode="image")) == 2
+
+
+def test_depth_of_16_bits_is_refused_as_an_image_with_the_option_that_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "0.png").write_bytes(MASKS["I;16"][0])
+    with pytest.raises(BadObject, match="not 8 bits; pull it as bytes, or take its numbers with --decode mask"):
+        samples(tmp_path / "objects", decode="image")
+    assert same(samples(tmp_path / "objects", decode="mask")[0]["png"], MASKS["I;16"][1])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gray_of_few_bits_keeps_the_numbers_that_are_stored(bits: int) -> None:
+    """Which Pillow spreads over 8 bits."""
+    numbers = np.arange(16, dtype="u1").reshape(2, 8) & np.uint8(2**bits - 1)
+    packed = np.packbits(np.unpackbits(numbers[..., None], axis=2)[..., 8 - bits :].reshape(2, -1), axis=1)
+    head = struct.pack(">IIBBBBB", 8, 2, bits, 0, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in packed))
+    whole = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", body) + png_chunk(b"IEND", b"")
+    assert same(decode_image(memoryview(whole), masks=True), numbers)

@@ -151,7 +151,10 @@ def test_folders(tmp_path: Path) -> None:
     for options in (SourceOptions(), SourceOptions(read_as="files")):
         with open_files(files, options) as source:
             assert source.samples == 10
-            assert source.skipped == (("a.h5", "no lmdb file; --read-as objects takes it"),)
+            assert dict(source.skipped) == {
+                "a.h5": "no lmdb file; --read-as hdf5 takes it",
+                **dict.fromkeys(("README.md", "dataset_info.json", "a.h5.md5"), "describes other files"),
+            }
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,6 @@ def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    named = [name for name in others if not name.endswith((".md", ".idx", "_SUCCESS"))]
 
     with open_files(folder) as source:
         assert source.samples == 20
@@ -183,7 +185,7 @@ def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         result = cache.pull(str(folder), everything=True, workers=1)
     assert result.samples == 20
-    assert sorted(name for name, _ in result.left_out) == sorted(name for name, _ in skipped) == sorted(named)
+    assert sorted(name for name, _ in result.left_out) == sorted(name for name, _ in skipped) == sorted(others)
 
 
 def test_objects_are_taken_on_request_where_files_of_samples_lie_beside(tmp_path: Path) -> None:
@@ -230,13 +232,15 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"pipe\.h5 is a device, a pipe or a socket"):
         open_files(tmp_path / "pipe.h5")
     np.save(tmp_path / "x.npy", np.arange(3))
-    with pytest.raises(UsageError, match=r"--value-format is for lmdb files; 'x\.npy' is a npy file"):
+    with pytest.raises(
+        UsageError, match=r"--value-format is for lmdb files and objects of bytes; 'x\.npy' is a npy file"
+    ):
         open_files(tmp_path / "x.npy", SourceOptions(value_format="npy"))
     with pytest.raises(UsageError, match=r"--decode image .*: 'x\.npy'$"):
         open_files(tmp_path / "x.npy", SourceOptions(decode="image"))
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.parquet").touch()
-    with pytest.raises(UsageError, match=r"lmdb files; .*/tables holds parquet files"):
+    with pytest.raises(UsageError, match=r"lmdb files and .*; .*/tables holds parquet files"):
         open_files(tmp_path / "tables", SourceOptions(value_format="npy"))
 
 
@@ -356,7 +360,7 @@ def test_a_reader_under_a_hostile_files_command_cannot_keep_its_caller_asking(
         txn.put(b"a", b"value")
 
     with open_files(tmp_path / "x.lmdb") as source:
-        monkeypatch.setattr(guard._Child, "block", lambda _, schema: Block.from_samples(schema, []))
+        monkeypatch.setattr(guard._Child, "block", lambda _, schema: (Block.from_samples(schema, []), {}))
         with pytest.raises(BadObject, match=r"x\.lmdb: its reader talks nonsense: 0 samples instead of 1"):
             read(source, 0, 1)
 

@@ -254,15 +254,6 @@ def test_a_dataset_of_two_names_is_one_field_or_what_is_asked_for(tmp_path: Path
             assert all(same(read(source, 0, 4).columns[name], np.arange(4)) for name in names)
 
 
-def test_one_dataset_a_sample_is_refused_with_advice(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        for i in range(2001):
-            file[f"{i:05d}"] = np.zeros(2)
-
-    with pytest.raises(UsageError, match="more than 2000 groups and datasets; one dataset a sample is not a layout"):
-        open_files(tmp_path / "x.h5")
-
-
 @pytest.mark.parametrize(
     ("shape", "chunks", "message"),
     [
@@ -308,7 +299,7 @@ def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
     assert [sample["n"] for sample in found] == list(range(10))
     assert [sample["x"].shape for sample in found] == [(2,)] * 5 + [(3,)] * 5
     with open_files(tmp_path) as source:
-        assert source.skipped == ()
+        assert source.skipped == (("README.md", "describes other files"),)
         assert read(source, 3, 8).sample(4)["x"].tolist() == [1, 1, 1]
 
 

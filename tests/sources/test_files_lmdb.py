@@ -198,27 +198,6 @@ def test_numbers_that_begin_as_a_pickle_does_are_numbers_where_they_are_declared
         open_files(path)
 
 
-@pytest.mark.parametrize("engine", [0, 1])
-@pytest.mark.parametrize("others", [0, 500])
-@pytest.mark.parametrize("how", [{}, {"dupsort": True}, {"dupsort": True, "dupfixed": True}])
-@pytest.mark.parametrize("values", [0, 300])
-def test_named_databases_are_refused_by_name(
-    tmp_path: Path, engine: int, others: int, how: dict[str, bool], values: int
-) -> None:
-    """Wherever among the entries they stand, and of whatever kind."""
-    env = lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, max_dbs=2, lib_version=engine)
-    with env.begin(write=True) as txn:
-        for number in range(others):
-            txn.put(b"%04d" % number, b"x" * 48)
-        db = env.open_db(b"images", txn=txn, **how)
-        for number in range(values):
-            txn.put(b"%d" % (number % 7), b"%04d" % number, db=db)
-    env.close()
-
-    with pytest.raises(UsageError, match=r"holds named databases \(images\);\n.*mdb_dump -s images"):
-        open_files(tmp_path / "x.lmdb")
-
-
 @pytest.mark.parametrize("value", [b"v" * 48, bytes(48), b"\xff" * 48])
 def test_a_value_as_long_as_the_record_of_a_database_is_a_value(tmp_path: Path, value: bytes) -> None:
     write(tmp_path / "y.lmdb", {b"0": value})

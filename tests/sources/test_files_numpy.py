@@ -136,7 +136,7 @@ def test_arrays_of_another_length_are_left_out_and_named(tmp_path: Path) -> None
     with open_files(tmp_path / "x.npz") as source:
         assert source.schema.names == ("a", "b")
         assert source.skipped == (
-            ("scale", "a single number, without rows"),
+            ("scale", "a single value, without rows"),
             ("mean", "its first dimension is 3, not 5"),
         )
     assert len(samples(tmp_path / "x.npz", rows=3)) == 3
@@ -144,7 +144,7 @@ def test_arrays_of_another_length_are_left_out_and_named(tmp_path: Path) -> None
         open_files(tmp_path / "x.npz", SourceOptions(rows=4))
     with pytest.raises(UsageError, match="no field 'c'; there is 'a', 'b', 'mean', 'scale'"):
         open_files(tmp_path / "x.npz", SourceOptions(fields=("a", "c")))
-    with pytest.raises(UsageError, match="field 'scale' cannot be taken: a single number"):
+    with pytest.raises(UsageError, match="field 'scale' cannot be taken: a single value"):
         open_files(tmp_path / "x.npz", SourceOptions(fields=("scale",)))
 
 

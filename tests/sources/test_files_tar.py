@@ -50,6 +50,17 @@ def digits(count: int) -> list[tuple[str, bytes]]:
     return members
 
 
+@pytest.mark.parametrize("name", ["x.tar", "x.tgz"])
+def test_dates_in_names_that_the_first_dot_would_cut_are_refused_with_the_stem_that_works(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path / name, [(f"2024.01.{day:02d}.txt", b"x") for day in range(1, 6)])
+    with pytest.raises(UsageError, match="give --stem last"):
+        samples(path)
+    with open_files(path, SourceOptions(stem="last")) as source:
+        assert source.samples == 5
+
+
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
 def test_members_of_one_key_are_a_sample(tmp_path: Path, suffix: str, form: int) -> None:

@@ -125,6 +125,7 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
                 " save each part of it (a, b) as an array of its own"
             ),
             "grid": "texts in 2 dimensions",
+            "link": "a link to a folder; name that folder as a source of its own",
         }
 
 

@@ -180,11 +180,13 @@ def test_an_archive_with_a_bad_image_is_left_out_whole(tmp_path: Path, server: H
     assert np.concatenate([piece.draws for piece in pieces]).tolist() == [1] * COUNT
 
 
-def test_files_without_images_are_read_as_they_are(tmp_path: Path, server: Http) -> None:
+def test_files_without_images_have_none_to_decode(tmp_path: Path, server: Http) -> None:
     write_parquet(tmp_path / "place", [b"", b"abc", b"de"])
-    with source_of(server.url, tmp_path / "listing", decode="image") as source:
-        block = everything(source, np.arange(3))
-    assert [bytes(block.columns["image"][at]) for at in range(3)] == [b"", b"abc", b"de"]
+    with (
+        source_of(server.url, tmp_path / "listing", decode="image") as source,
+        pytest.raises(UsageError, match=r"--decode image finds no image in http.*; there is image \(bytes\), label"),
+    ):
+        everything(source, np.arange(3))
 
 
 def test_rows_of_numbers_hold_no_images(tmp_path: Path, server: Http) -> None:

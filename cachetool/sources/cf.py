@@ -1,0 +1,251 @@
+"""CF attributes of an array: what its stored numbers stand for, and ``--decode cf``, which gives that.
+
+netCDF4 keeps them as attributes of a dataset of HDF5, xarray beside an array of Zarr (https://cfconventions.org, 2.5.1,
+4.4 and 8.1). Files of one series differ in them, so they are kept, and applied, for each file::
+
+    _Unsigned                     the same bits as whole numbers without, or with, a sign
+    _FillValue, missing_value     not a number
+    scale_factor, add_offset      number * scale_factor + add_offset
+    units "hours since 1900-1-1"  datetime64[ns], UTC; a value that is missing is NaT
+
+Numbers become float32 where float32 holds each that can be stored, which is so for integers of 8 and 16 bits and for
+floats of 16 and 32; else float64, in which all is computed. Times outside of the years 1678 to 2262 are refused, and so
+are months and years, whose length is not fixed, and calendars other than ``standard`` (``gregorian``) and
+``proleptic_gregorian``.
+``valid_range``, ``valid_min`` and ``valid_max`` say what was measured well, not what a number means: nothing is done.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.core.text import shown
+
+__all__ = ["ATTRIBUTES", "Packing", "decoder", "described", "packing_of"]
+
+ATTRIBUTES = ("_Unsigned", "_FillValue", "missing_value", "scale_factor", "add_offset", "units", "calendar")
+
+Packing = Mapping[str, Any]
+"""Those of :data:`ATTRIBUTES` by which numbers stand for others, as plain values; empty when there are none."""
+Array = npt.NDArray[Any]
+
+_MAX_FILLS = 16
+_SINCE = re.compile(
+    r"\s*(?P<unit>[A-Za-z]+)\s+since\s+(?P<year>[+-]?\d{1,5})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
+    r"(?:[T\s]+(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?)?"
+    r"\s*(?P<zone>Z|UTC|GMT|[+-]\d{1,2}(?::?\d{2})?)?\s*",
+    re.IGNORECASE,
+)
+_UNITS = {
+    1: ("nanosecond", "nanoseconds", "ns", "nsec", "nsecs"),
+    10**3: ("microsecond", "microseconds", "us", "usec", "usecs"),
+    10**6: ("millisecond", "milliseconds", "ms", "msec", "msecs"),
+    10**9: ("second", "seconds", "s", "sec", "secs"),
+    60 * 10**9: ("minute", "minutes", "min", "mins"),
+    3600 * 10**9: ("hour", "hours", "h", "hr", "hrs"),
+    86400 * 10**9: ("day", "days", "d"),
+}
+_NANOSECONDS = {name: count for count, names in _UNITS.items() for name in names}
+_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+_REFORM = np.datetime64("1582-10-15", "D")
+_JULIAN_DAY = 2440588
+"""That of 1970-01-01."""
+
+
+def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
+    """Those of the ``attributes`` of an array of ``dtype`` by which its numbers stand for others."""
+    if dtype.kind not in "iuf":
+        return {}
+    packing: dict[str, Any] = {}
+    unsigned = _text(attributes.get("_Unsigned")).lower()
+    if (unsigned, dtype.kind) in (("true", "i"), ("false", "u")):
+        packing["_Unsigned"] = unsigned
+    for name in ("_FillValue", "missing_value"):
+        fills = [number for number in _numbers(attributes.get(name)) if number == number]
+        if fills:
+            packing[name] = fills[:_MAX_FILLS]
+    for name, nothing in (("scale_factor", 1.0), ("add_offset", 0.0)):
+        numbers = _numbers(attributes.get(name))
+        if len(numbers) == 1 and numbers[0] != nothing:
+            packing[name] = float(numbers[0])
+    units = _text(attributes.get("units"))
+    if re.match(r"\s*\w+\s+since\s", units):
+        packing["units"] = units[:100]
+        if calendar := _text(attributes.get("calendar")):
+            packing["calendar"] = calendar[:100]
+    return packing
+
+
+def described(packings: Sequence[Mapping[str, Packing]]) -> str:
+    """A note on files whose numbers stand for others, by the packings of the fields of each; empty where none do."""
+    fields = list(dict.fromkeys(name for file in packings for name in file))
+    if not fields:
+        return ""
+    present = {attribute for file in packings for packing in file.values() for attribute in packing}
+    names = ", ".join(name for name in ATTRIBUTES if name in present)
+    differ = any(file.get(name) != packings[0].get(name) for file in packings for name in fields)
+    more = f" and {len(fields) - 5} more" if len(fields) > 5 else ""
+    files = ", which differ from file to file" if differ else ""
+    return (
+        f"CF attributes of {', '.join(fields[:5])}{more} ({names}{files}): the numbers stored stand for others, which"
+        " --decode cf gives"
+    )
+
+
+def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Callable[[Array], Array]] | str:
+    """The dtype of the values that numbers of ``dtype`` stand for, and what makes these of them; or why nothing can."""
+    other = "u" if dtype.kind == "i" else "i"
+    plain = np.dtype(f"<{other}{dtype.itemsize}") if "_Unsigned" in packing else dtype
+    fills = _fills(packing, dtype, plain)
+    scale, offset = packing.get("scale_factor"), packing.get("add_offset")
+
+    def numbers(stored: Array) -> tuple[Array, Array]:
+        """The numbers as float64, and which are missing."""
+        raw = stored.view(plain)
+        values = raw.astype(np.float64)
+        if scale is not None:
+            values *= scale
+        if offset is not None:
+            values += offset
+        return values, np.isin(raw, fills) | (values != values)
+
+    if "units" in packing:
+        origin = _origin(packing)
+        if isinstance(origin, str):
+            return origin
+        exact = dtype.kind in "iu" and scale is None and offset is None
+
+        def times(stored: Array) -> Array:
+            if not exact:
+                return _times(*numbers(stored), *origin)
+            raw = stored.view(plain)
+            return _times(raw, np.isin(raw, fills), *origin)
+
+        return np.dtype("<M8[ns]"), times
+    if not fills.size and scale is None and offset is None:
+        return plain, lambda stored: stored.view(plain)
+    narrow = dtype.itemsize <= (4 if dtype.kind == "f" else 2)
+    wanted = np.dtype("<f4" if narrow else "<f8")
+
+    def floats(stored: Array) -> Array:
+        values, missing = numbers(stored)
+        values[missing] = np.nan
+        with np.errstate(over="ignore"):
+            return values.astype(wanted, copy=False)
+
+    return wanted, floats
+
+
+def _fills(packing: Packing, dtype: np.dtype[Any], plain: np.dtype[Any]) -> Array:
+    """The numbers that stand for none, as they lie among the others."""
+    fills: list[Any] = []
+    for number in (*packing.get("_FillValue", ()), *packing.get("missing_value", ())):
+        if plain.kind == "f":
+            with np.errstate(over="ignore"):
+                fills.append(plain.type(number))
+        elif np.isfinite(number) and number == int(number):
+            fill, bits = int(number), 8 * plain.itemsize
+            if plain != dtype and -(2 ** (bits - 1)) <= fill < 2**bits:  # said with the sign that the file has
+                fill = int(np.array(fill % 2**bits, dtype=f"u{plain.itemsize}").view(plain))
+            if np.iinfo(plain).min <= fill <= np.iinfo(plain).max:
+                fills.append(fill)
+    return np.array(fills, dtype=plain)
+
+
+def _origin(packing: Packing) -> tuple[int, int] | str:
+    """Nanoseconds of a unit of time, and from 1970 to the time that units are counted from; or why it is refused."""
+    units, calendar = str(packing["units"]), str(packing.get("calendar", "standard")).lower()
+    counts = "; without --decode cf its counts are taken"
+    match = _SINCE.fullmatch(units)
+    if calendar not in _CALENDARS:
+        return f"its times are of the calendar {shown(calendar)}, which datetime64 does not have{counts}"
+    unit = None if match is None else _NANOSECONDS.get(match["unit"].lower())
+    if match is None or unit is None:
+        return f"its units {shown(units)} are not those of a time that is read{counts}"
+    year, month, day = int(match["year"]), int(match["month"]), int(match["day"])
+    try:
+        date = np.datetime64(
+            f"{year:05d}-{month:02d}-{day:02d}" if year < 0 else f"{year:04d}-{month:02d}-{day:02d}", "D"
+        )
+    except ValueError:
+        return f"its units {shown(units)} name no date{counts}"
+    days = int(date.astype(np.int64))
+    if date < _REFORM and calendar != "proleptic_gregorian":  # until then the standard calendar is the Julian one
+        days = _julian_day(year, month, day) - _JULIAN_DAY
+    seconds = 3600 * int(match["hour"] or 0) + 60 * int(match["minute"] or 0) - _zone_seconds(match["zone"] or "")
+    nanoseconds = round(float(match["second"] or 0) * 10**9)
+    return unit, (86400 * days + seconds) * 10**9 + nanoseconds
+
+
+def _julian_day(year: int, month: int, day: int) -> int:
+    """The number of a day of the Julian calendar (Meeus, Astronomical Algorithms, 7)."""
+    if month <= 2:
+        year, month = year - 1, month + 12
+    return (1461 * (year + 4716)) // 4 + (306001 * (month + 1)) // 10000 + day - 1524
+
+
+def _zone_seconds(zone: str) -> int:
+    digits = zone[1:].replace(":", "")
+    if not digits.isdigit():
+        return 0
+    hours, minutes = (int(digits), 0) if len(digits) <= 2 else (int(digits[:-2]), int(digits[-2:]))
+    return (-1 if zone[0] == "-" else 1) * (3600 * hours + 60 * minutes)
+
+
+def _times(counts: Array, missing: Array, unit: int, origin: int) -> Array:
+    """Times that are so many units behind ``origin``, both in nanoseconds. Raises ValueError outside of datetime64."""
+    units, nanoseconds = divmod(origin, unit)
+    counts = np.where(missing, counts.dtype.type(0), counts)
+    floors = np.floor(counts) if counts.dtype.kind == "f" else counts
+    if (~missing).any():
+        ends = [int(end) if np.isfinite(end) else 2**63 for end in (floors[~missing].min(), floors[~missing].max())]
+        if any(not -(2**63) < (end + units + step) * unit < 2**63 for end in ends for step in (0, 1)):
+            raise ValueError("times outside of the years 1678 to 2262; without --decode cf the counts are taken")
+    nanos = (floors.astype(np.int64) + np.where(missing, 0, units)) * unit + nanoseconds
+    if counts.dtype.kind == "f":
+        nanos += np.rint((counts - floors) * unit).astype(np.int64)
+    times = nanos.view("<M8[ns]")
+    times[missing] = np.datetime64("NaT", "ns")
+    return times
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """The numbers of an attribute: one, or several in an array; of text what it says."""
+    if isinstance(value, bytes | str):
+        return _number_of_text(value)
+    if not isinstance(value, int | float | np.generic | np.ndarray | list):
+        return []
+    try:
+        array = np.asarray(value).reshape(-1)
+    except ValueError:
+        return []
+    return array[:_MAX_FILLS].tolist() if array.dtype.kind in "iuf" else []
+
+
+def _number_of_text(value: bytes | str) -> list[int | float]:
+    """A number as text; the fill value of a float as xarray writes it into Zarr v3, eight bytes in base64."""
+    text = _text(value)
+    try:
+        return [float(text)]
+    except ValueError:
+        pass
+    try:
+        return [struct.unpack("<d", base64.b64decode(text, validate=True))[0]]
+    except (binascii.Error, struct.error, ValueError):
+        return []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(-1)[0]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,361 @@
+"""Which names of a folder of objects make its samples, decided once all of them are known.
+
+Files that are no samples
+    A *field* is what :class:`~cachetool.sources.keys.Stem` makes of a name. Fields that occur more than twice, and more
+    than a tenth as often as the most frequent one, are those of samples (a hundredth, when both are images, or both
+    audio, video or volumes: these may be samples that were saved in another way). A key without any such field is left
+    out and named, when these keys are few: at most a third of the others. ``README.md`` and other names that only
+    describe files never count, and lists such as ``labels.csv`` do not, where there are one or two. With ``--fields`` a
+    key that can have none of the fields asked for is left out, too.
+
+Names with more dots
+    Without ``--stem`` names are cut at the first dot. When what lies between the first and the last dot are numbers
+    (``2024.01.05.npy``, ``t=0.5.npy``), or nearly as many texts as names, and all of these names have one extension,
+    they are cut at the last dot, and a note says so. A reading that would be nonsense is an error.
+
+Later parts of a listing, and a refreshed one, keep the fields that the first part kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.text import shown
+from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.options import LABEL, SourceOptions
+from cachetool.sources.readers import LeftOut
+
+__all__ = ["ALIEN", "Dots", "Grouping", "Kept", "Record", "describes", "family"]
+
+Record = tuple[bytes, bytes, int, bytes]
+"""Sample key, key, size, ETag; as bytes, by which they are sorted."""
+_Fields = frozenset[tuple[str, str]]
+Kept = tuple[tuple[str, str], ...]
+"""Fields of samples: name, and the kind of objects that hold several fields, else an empty text."""
+
+ALIEN = "shares no field with the samples"
+_DESCRIBES = "describes other files"
+_NOT_ASKED = "has none of the fields asked for"
+_MOST = 2**16
+"""Different fields that are counted; with more nothing is left out."""
+_MOST_KEPT = 1000
+_FEW = 2
+"""So many files of one name or field may be no samples, however few the samples are."""
+_MANY = 20
+"""Different texts between dots that are no names of fields any more, when most occur once."""
+
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|contributing)([_-][a-z-]+)?"
+    r"(\.(md|markdown|txt|rst|html?|org|adoc|pdf|cff|bib|mit|apache|bsd))?"
+    r"|(eh)?thumbs(_vista)?\.db|desktop\.ini|_success|dataset_infos?\.json|features\.json"
+    r"|(check|md5|sha1|sha224|sha256|sha384|sha512)sums?(\.txt)?",
+    re.IGNORECASE,
+)
+"""Names that never count."""
+_STARTS = frozenset(("re", "li", "co", "no", "ch", "ci", "au", "th", "eh", "de", "_s", "da", "fe", "md", "sh"))
+"""How they begin."""
+_LIST = re.compile(
+    r"(labels?|classes|class_?names|names|categories|annotations?|captions|metadata|manifest|meta|index|stats|info"
+    r"|splits?|train|val|valid|validation|test|notes|predefined_classes|wnids|words)\.[a-z]{2,5}",
+    re.IGNORECASE,
+)
+"""Names that often list or describe samples: such a file with only some of the fields of samples is none."""
+_LIST_STARTS = frozenset(
+    ("la", "cl", "na", "ca", "an", "me", "ma", "in", "st", "sp", "tr", "va", "te", "no", "pr", "wn", "wo")
+)
+"""How they begin."""
+_FAMILIES = (
+    frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "heic", "avif")),
+    frozenset(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "wma", "aiff")),
+    frozenset(("mp4", "mkv", "avi", "webm", "mov", "m4v", "mpg", "mpeg", "wmv")),
+    frozenset(("nii", "nii.gz", "mha", "mhd", "nrrd", "dcm", "mgz")),
+)
+_NUMBER = re.compile(r"[0-9][0-9._+:TZ -]*(e[+-]?[0-9]+)?")
+
+
+def describes(name: str) -> bool:
+    """Whether the last part of a key is a name that only describes other files, such as ``README.md``."""
+    if name[:2].lower() not in _STARTS:  # of a million names nearly all end here
+        return name.endswith("_stats.json")
+    return _ABOUT.fullmatch(name) is not None or name.endswith("_stats.json")
+
+
+def family(extension: str) -> int | None:
+    """Which family of extensions this one belongs to: images, audio, video, volumes; None for another."""
+    return next((number for number, names in enumerate(_FAMILIES) if extension.lower() in names), None)
+
+
+class Grouping:
+    """Counts the names of a listing as they arrive, then decides which of them make samples."""
+
+    def __init__(self, options: SourceOptions, *, kept: Kept | None = None, bounded: bool = True) -> None:
+        """``kept``: the fields of an earlier part of the same listing, which decide; ``bounded``: whether samples that
+        have none of these may only be few."""
+        self.stem = Stem(options.stem or "first")
+        self.note = ""
+        """What was decided about the stem, and which option decides otherwise."""
+        self.left_out = LeftOut()
+        """The names of what makes no sample, but for hidden ones."""
+        self.aliens: Counter[str] = Counter()
+        """How many names of keys that make no sample, by reason."""
+        self._parts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._families: dict[tuple[str, str], int | None] = {}
+        self._is_sifted = True
+        self._lists: Counter[tuple[str, str, str]] = Counter()
+        self._rename = options.rename
+        asked = set(options.chosen or ()) - ({LABEL} if options.label_from_folder else set())
+        self._asked = frozenset(asked) or None
+        self._dots = Dots() if options.stem is None and kept is None else None
+        self._about = 0
+        self._given, self._bounded = kept, bounded
+
+    def count(self, key: str, part: Part) -> None:
+        """One more name, and the part of a sample that it is."""
+        name = key.rpartition("/")[2]
+        if describes(name):
+            self._about += 1
+            return
+        field = part.field, part.kind
+        if field in self._parts or len(self._parts) <= _MOST:
+            self._parts[field] += 1
+        if name[:2].lower() in _LIST_STARTS and _LIST.fullmatch(name):
+            self._lists[(name.lower(), *field)] += 1
+        if self._dots is not None:
+            self._dots.count(name)
+
+    def field(self, name: str, kind: str) -> tuple[str, str]:
+        """The field that a part of a sample is, by its name after renaming."""
+        return (name, kind) if kind in CONTAINERS else (self._rename.get(name, name), "")
+
+    def _count_fields(self) -> None:
+        """Make counts of fields out of those of parts."""
+        for (name, kind), count in sorted(self._parts.items()):
+            field = self.field(name, kind)
+            self._counts[field] += count
+            self._families.setdefault(field, 0 if kind == "image" else family(name))
+        without = self._counts.copy()
+        for (_, name, kind), count in self._lists.items():
+            without[self.field(name, kind)] -= count if count <= _FEW else 0
+        self._counts = +without or self._counts
+
+    def restem(self, url: str) -> bool:
+        """Decide where names are cut; True when it is another place, so that all are to be counted again. Raises
+        :class:`UsageError` for names of which nobody can say it."""
+        dots, self._dots = self._dots, None
+        if dots is None or not (note := dots.decide(url)):
+            return False
+        self.stem, self.note = Stem("last"), note
+        self._parts.clear()
+        self._lists.clear()
+        self._about = 0
+        return True
+
+    @property
+    def kept(self) -> Kept | None:
+        """The fields of samples, for later parts of the listing; None where nobody could say which these are."""
+        fields = tuple(sorted(self._chosen(self._frequent())))
+        return fields if self._is_sifted and len(fields) <= _MOST_KEPT else None
+
+    def _frequent(self) -> _Fields:
+        """The fields that nearly all samples share, or those that an earlier part of the listing kept."""
+        if self._given is not None:
+            return frozenset(self._given)
+        if not self._counts:
+            return frozenset()
+        most = max(self._counts.values())
+        relatives = {self._families[field] for field, count in self._counts.items() if count == most} - {None}
+
+        def is_rare(field: tuple[str, str], count: int) -> bool:
+            if self._families[field] in relatives:
+                return count <= max(int(most >= 10), most // 100) and count < most
+            return count <= _few(most) and count < most
+
+        return frozenset(field for field, count in self._counts.items() if not is_rare(field, count))
+
+    def _chosen(self, frequent: _Fields) -> _Fields:
+        """Those of the fields, or those asked for where any name has one: what objects of several fields hold, nobody
+        has seen yet."""
+        if self._asked is None or self._given is not None:
+            return frequent
+        asked = {field for field in self._counts if not field[1] and field[0] in self._asked}
+        return frozenset(asked | {field for field in frequent if field[1]}) or frequent
+
+    def sifted(self, records: Callable[[], Iterator[Record]], url: str) -> Iterator[Record]:
+        """The sorted records of samples; those of others are named in :attr:`left_out`. Raises :class:`BadObject` where
+        a later part of a listing has other fields than its first part."""
+        self._count_fields()
+        frequent = self._frequent()
+        kept = self._chosen(frequent)
+        others = sum(count for field, count in self._counts.items() if field not in kept)
+        self._is_sifted = bool(kept) and len(self._parts) <= _MOST
+        if not self._is_sifted or not (others or self._about or self._lists):
+            return records()
+        rule = _Rule(self, frequent, kept)
+        is_bounded = self._bounded if self._given is not None else kept == frequent
+        if is_bounded and 3 * others > sum(self._counts.values()) - others:
+            reasons = Counter(rule.why(group) for group in _groups(records()))
+            if 3 * reasons[ALIEN] > reasons[""]:
+                if self._given is None:
+                    self._is_sifted = False
+                    return records()
+                names = ", ".join(name or kind for name, kind in sorted(kept))[:200]
+                raise BadObject(
+                    f"{url}: most of the objects listed later have none of the fields of those before ({names});\n"
+                    "choose the samples with --include or --exclude, and another --dataset"
+                )
+        return self._sift(records(), rule)
+
+    def _sift(self, records: Iterator[Record], rule: _Rule) -> Iterator[Record]:
+        for group in _groups(records):
+            if why := rule.why(group):
+                for record in group:
+                    self.left_out.add(_decode(record[1]), why)
+                    self.aliens[why] += 1
+            else:
+                yield from group
+
+
+class _Rule:
+    """Says of the objects of one key whether they are a sample."""
+
+    def __init__(self, grouping: Grouping, frequent: _Fields, kept: _Fields) -> None:
+        self._grouping, self._frequent, self._kept = grouping, frequent, kept
+        most = max(grouping._counts.values(), default=0)
+        self._full = {field for field, count in grouping._counts.items() if 2 * count > most}
+        self._lists = {name for (name, _, _), count in grouping._lists.items() if count <= _few(most)}
+
+    def why(self, group: Sequence[Record]) -> str:
+        """Why they are none; empty for a sample."""
+        fields: set[tuple[str, str]] = set()
+        are_lists = True
+        for _, key, _, _ in group:
+            text = _decode(key)
+            name = text.rpartition("/")[2]
+            if describes(name):
+                continue
+            part = self._grouping.stem.split(text)
+            assert not isinstance(part, str), f"{key!r} was listed as part of a sample"
+            fields.add(self._grouping.field(part.field, part.kind))
+            are_lists = are_lists and name.lower() in self._lists
+        if not fields:
+            return _DESCRIBES
+        if not fields & self._kept:
+            why = _NOT_ASKED if fields & self._frequent else ALIEN
+            return _DESCRIBES if are_lists else why
+        return _DESCRIBES if are_lists and not fields >= self._full else ""
+
+
+def _few(most: int) -> int:
+    """How often a field may occur that is none of the samples', where the most frequent one occurs so often."""
+    return max(_FEW, most // 10)
+
+
+def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
+    for _, group in groupby(records, key=lambda record: record[0]):
+        yield list(group)
+
+
+class Dots:
+    """Counts what names have between their first and their last dot."""
+
+    def __init__(self) -> None:
+        self._suffixes: Counter[str] = Counter()
+        self._stems: set[str] = set()
+        self._beside: set[tuple[str, str]] = set()
+
+    def count(self, name: str) -> None:
+        """One more name."""
+        stem, _, suffix = name.partition(".")
+        if suffix in self._suffixes or len(self._suffixes) <= _MOST:
+            self._suffixes[suffix] += 1
+        if "." in suffix:
+            if len(self._stems) <= _MOST:
+                self._stems.add(stem)
+        elif len(self._beside) <= _MOST:
+            self._beside.add((stem, suffix))
+
+    def decide(self, url: str) -> str:
+        """A note when names are to be cut at the last dot, else an empty text. Raises :class:`UsageError` for a reading
+        that would be nonsense."""
+        extensions: Counter[str] = Counter()
+        plain: Counter[str] = Counter()
+        numbers = dated = 0
+        for suffix, number in self._suffixes.items():
+            middle, _, extension = suffix.rpartition(".")
+            (extensions if middle else plain)[extension.lower()] += number
+            numbers += number if middle and _NUMBER.fullmatch(middle) else 0
+            dated += number if _NUMBER.fullmatch(middle.partition(".")[0]) else 0
+        ending = [text for text in plain if text.isdecimal()]
+        count, numbered = extensions.total(), sum(plain[text] for text in ending)
+        if numbered >= _MANY and 2 * len(plain) > numbered > 9 * count:
+            raise UsageError(
+                f"{url}: {numbered} names end in numbers, such as {shown(min(ending))}, which would be as many"
+                " fields;\nto make each name a sample: --stem '(?P<key>.*?(?P<field>[^/.]+)[.][^/]*)'"
+            )
+        if not count:
+            return ""
+        different, are_many = self.different, self.are_many
+        (extension, most), *others = extensions.most_common(2)
+        if different + any(stem in self._stems for stem, other in self._beside if other == extension) < 2:
+            return ""
+        beside = [number for other, number in plain.items() if other != extension]
+        are_few = max(beside, default=0) <= _few(count) and 3 * sum(beside) <= count
+        is_single = most == count and not others and are_few
+        are_numbers = numbers == count
+        is_dated = dated == count and different > 2  # 2024.01.05.rain.npy, or 2024.01.05.npy beside 2024.01.05.json
+        if not are_many and (self._are_grouped or not (is_dated or (are_numbers and is_single))):
+            return ""
+        example = shown(min(self._middles))
+        if not is_single or not (are_many or are_numbers):
+            raise UsageError(
+                f"{url}: cut at the first dot, names would make {different} different fields, such as {example};\n"
+                "give --stem last to cut them at the last dot"
+            )
+        fields = f"numbers such as {example}" if are_numbers else f"{different} fields such as {example}"
+        return (
+            f"names are cut at the last dot, because the first dot would make {fields} of them;"
+            " --stem first cuts them there"
+        )
+
+    @property
+    def _middles(self) -> set[str]:
+        """What lies between the first and the last dot."""
+        return {suffix.rpartition(".")[0] for suffix in self._suffixes} - {""}
+
+    @property
+    def different(self) -> int:
+        """How many different texts lie there."""
+        return len(self._middles)
+
+    @property
+    def are_dates(self) -> bool:
+        """Whether these are numbers with dots between them, as in ``2024.01.05.npy``."""
+        middles = self._middles
+        return len(middles) > 2 and all("." in text and _NUMBER.fullmatch(text) for text in middles)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether these are so many that they are no names of fields."""
+        different = self.different
+        if different < _MANY:
+            return False
+        dotted = {suffix: number for suffix, number in self._suffixes.items() if "." in suffix}
+        extensions = {suffix.rpartition(".")[2].lower() for suffix in dotted}
+        return 2 * different * len(extensions) > sum(dotted.values()) and (
+            different >= 5 * _MANY or not self._are_grouped
+        )
+
+    @property
+    def _are_grouped(self) -> bool:
+        """Whether other names share what comes before the first dot, so that this is the key of a sample."""
+        extensions = {suffix.rpartition(".")[2] for suffix in self._suffixes if "." in suffix}
+        return any(stem in self._stems and other not in extensions for stem, other in self._beside)
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")

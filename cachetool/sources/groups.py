@@ -1,0 +1,256 @@
+"""Files with one group a sample, as videos' features and demonstrations of robots are stored.
+
+::
+
+    clip000/feat (16, 4), clip000/label (1,)          sample clip000 with the fields feat and label
+    data/demo_0/actions (57, 7), data/demo_0/obs/x    sample data/demo_0 with the fields actions and obs/x
+    v0001 (57, 512), v0002 (61, 512)                  samples v0001 and v0002 with the field value
+
+Groups are alike when each has the same names, types and numbers of dimensions. Alike groups are also how a file stores
+cameras (all rows of one length) and splits, so their names and lengths decide, ``--read-as groups|rows`` decides
+otherwise, and a file where both readings make sense is refused by :func:`by_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.core.block import Column, Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import KEY
+from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOTE
+from cachetool.sources.rows import Part, StoredColumn, joined
+
+__all__ = ["SINGLE", "by_groups", "too_many", "wants_in_groups"]
+
+_VALUE = "value"
+"""Field of samples that are one array without a name of its own."""
+_FEW = 8
+"""So many alike groups may be cameras or sensors; more are hardly the fields of one sample."""
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing", "holdout"})
+SINGLE = "a single value, without rows"
+
+Array = npt.NDArray[Any]
+Members = dict[str, StoredColumn]
+"""The arrays of one group by their names in it; "" for an array that is no group."""
+
+
+def by_groups(
+    path: object,
+    columns: Sequence[StoredColumn],
+    options: SourceOptions,
+    skipped: list[tuple[str, str]],
+    *,
+    stored: int,
+    ours: bool = False,
+) -> tuple[list[StoredColumn], StoredColumn | None]:
+    """The arrays whose rows are samples: those of the file, or one for each field of its groups, with their keys.
+
+    ``stored`` is how many bytes the file has; ``ours``: cachetool wrote it, so that its rows are samples. Single values
+    are no rows of a file; they and what lies beside the groups are added to ``skipped``. Raises :class:`UsageError`
+    when groups are asked for and there are none, or when both readings make sense.
+    """
+    groups, asked = None, options.read_as == "groups"
+    if not ours and (asked or (options.read_as != "rows" and options.rows is None and not _named(columns, options))):
+        groups = _alike(columns)
+    if groups is None and asked and not ours:
+        raise UsageError(f"{path}: --read-as groups: it has no groups that hold arrays of the same names and types")
+    if groups is None or not (
+        asked or _asked((name or _VALUE for name in groups.members[0]), options) or _are_samples(path, groups)
+    ):
+        skipped += [(column.name, SINGLE) for column in columns if not column.shape]
+        return [column for column in columns if column.shape], None
+    inside = {column.name for members in groups.members for column in members.values()}
+    about = f"{quoted(groups.names[0])} to {quoted(groups.names[-1])}"
+    for name in (column.name for column in columns if column.name not in inside):
+        in_group = any(name.startswith(f"{group}/") for group in groups.names)
+        beside = f"beside the groups {about}, each of which is a sample"
+        skipped.append((name, "not in all of the groups, or not of one type in them" if in_group else beside))
+    if not asked:
+        count = len(groups.names)
+        skipped.append(
+            (NOTE, f"{count} groups ({about}) are {count} samples; to read rows across them: --read-as rows")
+        )
+    return _fields(path, groups, skipped, stored), groups.keys
+
+
+def too_many(path: object, most: int, what: str) -> str:
+    """The message about a file of so many groups that opening it takes too long."""
+    return (
+        f"{path} holds more than {most} {what}, and all of them are looked at whenever it is opened;\nwrite each sample"
+        ' into a file of its own: docs/scientific-data.md, "One group a sample", has the program'
+    )
+
+
+def wants_in_groups(options: SourceOptions) -> Callable[[str], bool]:
+    """Whether an array is asked for or renamed by its full name, or by the name that it has in a group."""
+
+    def wants(name: str) -> bool:
+        tail = name
+        while not options.wants(tail) and tail not in options.rename:
+            _, slash, tail = tail.partition("/")
+            if not slash:
+                return options.wants(_VALUE)
+        return True
+
+    return wants
+
+
+def _named(columns: Sequence[StoredColumn], options: SourceOptions) -> bool:
+    """Whether an array is asked for by its full name."""
+    return _asked((column.name for column in columns), options)
+
+
+def _asked(names: Iterable[str], options: SourceOptions) -> bool:
+    return any(options.rename.get(name, name) in (options.chosen or ()) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Alike groups, by their full names."""
+
+    names: list[str]
+    members: list[Members]
+
+    @property
+    def lengths(self) -> list[tuple[int, ...]]:
+        """The first dimension of each array, nothing for a single value."""
+        return [column.shape[:1] for members in self.members for column in members.values()]
+
+    @property
+    def keys(self) -> StoredColumn:
+        """The names as a column."""
+        raw = [name.encode("utf-8", "surrogateescape") for name in self.names]
+        return StoredColumn(KEY, "str", (len(raw),), sum(map(len, raw)), lambda a, b: joined(raw[a:b]))
+
+
+def _alike(columns: Sequence[StoredColumn]) -> _Groups | None:
+    """The largest set of groups in one place that are alike; None when there is none of two or more. Groups that are
+    numbered (``demo_0``) need only some arrays in common, which are what is taken of them."""
+    places: dict[str, dict[str, Members]] = {}
+    for column in columns:
+        parts = column.name.split("/")
+        for depth in range(len(parts)):
+            children = places.setdefault("".join(f"{part}/" for part in parts[:depth]), {})
+            children.setdefault(parts[depth], {})["/".join(parts[depth + 1 :])] = column
+    alike = [
+        _Groups([place + child for child in children], members)
+        for place, children in places.items()
+        if len(children) > 1 and (members := _common(children))
+    ]
+    return max(alike, key=lambda groups: len(groups.names), default=None)
+
+
+def _common(children: Mapping[str, Members]) -> list[Members]:
+    """What is taken of each group: all of it where they are alike; none where they are not groups of one kind."""
+    structures = list(map(_structure, children.values()))
+    common = frozenset.intersection(*structures)
+    names = {name for name, _, _ in common}
+    if not names or (not _are_numbered(children) and len(set(structures)) > 1):
+        return []
+    return [{name: column for name, column in members.items() if name in names} for members in children.values()]
+
+
+def _are_numbered(names: Iterable[str]) -> bool:
+    patterns = {re.sub(r"[0-9]+", "0", name) for name in names}
+    return len(patterns) == 1 and "0" in patterns.pop()
+
+
+def _structure(members: Members) -> frozenset[tuple[str, str, object]]:
+    return frozenset(
+        (name, column.dtype, column.shape[1:] if name == "" and column.shape else len(column.shape))
+        for name, column in members.items()
+    )
+
+
+def _are_samples(path: object, groups: _Groups) -> bool:
+    """Whether each group is a sample. Raises :class:`UsageError` when that, and rows across them, both make sense."""
+    count, lengths = len(groups.names), Counter(groups.lengths)
+    names = [name.rpartition("/")[2] for name in groups.names]
+    splits = all(name.lower() in _SPLITS for name in names)
+    numbered = _are_numbered(names)
+    ((length, most), *_) = lengths.most_common(1)
+    across = len(lengths) == 1 and bool(length)
+    if splits:
+        samples, clear = False, not across
+    elif across:
+        samples = count > max(_FEW, length[0])
+        clear = samples or count <= _FEW or not numbered
+    elif "" in groups.members[0]:
+        samples, clear = (numbered and count > 2) or (count > _FEW and 2 * most <= count), True
+    else:
+        samples, clear = numbered or count > _FEW, numbered or count > _FEW or count == 2
+    if clear:
+        return samples
+    fields = shlex.quote(",".join(column.name for column in groups.members[0].values()))
+    some = ", ".join(map(quoted, names[:2]))
+    raise UsageError(
+        f"{path}: {count} groups hold the same arrays ({some}, ...): with --read-as groups each is a sample,\nwith"
+        f" --read-as rows rows of all of them are; --fields {fields} takes the rows of one"
+    )
+
+
+def _fields(path: object, groups: _Groups, skipped: list[tuple[str, str]], stored: int) -> list[StoredColumn]:
+    """A column for each array of the groups that can be a field."""
+    columns = []
+    for name in groups.members[0]:
+        column = _field(path, name or _VALUE, [members[name] for members in groups.members], stored)
+        if isinstance(column, str):
+            skipped.append((f"{groups.names[0]}/{name}", column))
+        else:
+            columns.append(column)
+    return columns
+
+
+def _field(path: object, name: str, arrays: list[StoredColumn], stored: int) -> StoredColumn | str:
+    first, text = arrays[0], arrays[0].dtype in ("bytes", "str")
+    if any(array.ragged for array in arrays):
+        return "lists of values of differing size"
+    if text and any(math.prod(array.shape) != 1 for array in arrays):
+        return "several texts"
+    largest = max(arrays, key=lambda array: array.nbytes)
+    check_allocation(f"{path}: {quoted(largest.name)}", largest.nbytes, stored=stored)
+    sizes = {array.shape for array in arrays}
+    rank = len(first.shape)
+
+    def read(start: int, stop: int) -> Column:
+        values = [_whole(array) for array in arrays[start:stop]]
+        if text:
+            return joined([value.values.tobytes() for value in values])
+        if len(sizes) == 1:
+            return np.stack([value.reshape(first.shape) for value in values])
+        counts = [math.prod(array.shape) for array in arrays[start:stop]]
+        shapes = np.array([array.shape for array in arrays[start:stop]], dtype=np.int64)
+        return Ragged(np.concatenate([value.reshape(-1) for value in values]), np.cumsum([0, *counts]), shapes)
+
+    def parts() -> Iterator[Part]:
+        for row, array in enumerate(arrays):
+            if array.offset >= 0:
+                yield row, array.offset, array.nbytes, ""
+            elif array.parts is not None:
+                yield from ((row, at, nbytes, key) for _, at, nbytes, key in array.parts())
+
+    shape = (len(arrays), *(first.shape if len(sizes) == 1 and not text else ()))
+    return StoredColumn(
+        name, first.dtype, shape, sum(array.nbytes for array in arrays), read,
+        ragged=0 if len(sizes) == 1 or text else rank, piece=max(largest.nbytes, *(array.piece for array in arrays)),
+        parts=parts, packing=next((array.packing for array in arrays if array.packing), {}),
+    )  # fmt: skip
+
+
+def _whole(array: StoredColumn) -> Any:
+    """All of an array."""
+    if 0 in array.shape:
+        return np.empty(array.shape, dtype=array.dtype)
+    return (array.once or array.read)(0, array.shape[0] if array.shape else 1)
