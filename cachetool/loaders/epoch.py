@@ -46,7 +46,7 @@ def check_batches(given: object) -> None:
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "kept", "ready", "steps", "touched")
+    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "half", "kept", "ready", "steps", "touched")
 
     def __init__(self, feed: Feed, begun: Begun, steps: int, before: int, *, kept: bool = False) -> None:
         self.feed, self.begun = feed, begun
@@ -57,6 +57,8 @@ class Progress:
         each of them reads for itself cannot decide that."""
         self.steps, self.before = steps, before
         """Batches in all, and those of it that were delivered before it was resumed."""
+        self.half = -(-steps // 2)
+        """Batches after whose delivery the next epoch's snapshot is taken."""
         self.fetched = 0
         """Batches that came out of the feed, without a last one that is kept back."""
         self.ready: deque[Any] = deque()
@@ -156,6 +158,8 @@ class Epoch(Iterator[T]):
             if self._last:
                 self._release()
             else:
+                if self._counts and progress.fetched == progress.half:  # none of them is ready any more
+                    progress.feed.half_delivered(progress.begun.generation)
                 self._fetch()
         except BaseException as error:
             progress.failed = isinstance(error, Exception)
@@ -187,7 +191,10 @@ class Epoch(Iterator[T]):
     def _taken(self) -> list[Batch]:
         feed = self.progress.feed
         self.progress.touched = True
-        most = _AT_ONCE if self._counts else _PREFETCHED
+        most = _PREFETCHED
+        if self._counts:
+            half = self.progress.half - self.progress.fetched
+            most = min(_AT_ONCE, half) if half > 0 else _AT_ONCE
         feed.unsure = True
         try:
             batches = feed.take(self.progress.begun.generation, self.progress.fetched, most)
@@ -249,8 +256,11 @@ class Epoch(Iterator[T]):
         """A batch of :meth:`uncounted` was delivered; the last one ends the epoch."""
         progress = self.progress
         counted = progress.step + 1
-        if counted == progress.steps and not self.replaced and progress.feed.pid == os.getpid():
-            self.deliver()  # interrupted in it, the batch has not come
+        if counted in (progress.half, progress.steps) and not self.replaced and progress.feed.pid == os.getpid():
+            if counted == progress.half:
+                progress.feed.half_delivered(progress.begun.generation)
+            if counted == progress.steps:
+                self.deliver()  # interrupted in it, the batch has not come
         progress.counted = counted  # no signal's handler runs between this and what hands the batch out
 
     def deliver(self) -> None:

@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.snapshots.waiting import say
-from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, LMDBDataset, TensorList
+from cachetool.loaders.torch import CacheDataset, LMDBDataset, TensorList
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -183,7 +183,7 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
                 " it, and loader.epochs_of(steps=N) with LoaderStateCallback needs no GrowthMixin"
             )
         super().__init__(*args, **options)
-        if isinstance(self.train_dataset, CacheDataset | LMDBDataset | CacheIterableDataset):
+        if isinstance(self.train_dataset, CacheDataset | LMDBDataset):
             raise UsageError(
                 f"train_dataset is a {type(self.train_dataset).__name__}, of which the Trainer reads only the samples"
                 " that are in the cache now; use cachetool.loaders.torch.Loader"

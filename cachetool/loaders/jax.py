@@ -14,15 +14,15 @@ its copy has arrived.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from cachetool.core.errors import UsageError, without
-from cachetool.core.units import parse_whole
-from cachetool.loaders.epoch import Epoch, check_batches
+from cachetool.loaders.device import copied_ahead, parse_depth
+from cachetool.loaders.epoch import check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 
 try:
@@ -46,10 +46,8 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     """
     if hasattr(size, "platform") or isinstance(size, str):
         raise UsageError(f"size={size!r} is not a whole number; a device is given by its name: device=")
-    size = parse_whole(size, what="size=")
     check_batches(iterable)
-    if size < 1:
-        raise UsageError(f"size={size} cannot be used: at least 1")
+    size = parse_depth(size, "size=")
     if isinstance(device, str):
         raise UsageError(f"device={device!r} is no device of JAX; give one, as jax.devices({device!r})[0]")
     if isinstance(iterable, FixedEpochs):  # whose passes are prefetched, each by itself
@@ -58,45 +56,40 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
 
 
 def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any]:
-    on_cpu = any(target.platform == "cpu" for target in jax.device_put(np.int8(0), device).devices())
+    devices = jax.device_put(np.int8(0), device).devices()
+    on_cpu = any(target.platform == "cpu" for target in devices)
+    yield from copied_ahead(iter(iterable), functools.partial(_Copy, device, on_cpu=on_cpu), size)
 
-    def put(leaf: Any) -> Any:
+
+class _Copy:
+    """See :class:`~cachetool.loaders.device.Copy`."""
+
+    __slots__ = ("_device", "_on_cpu", "_there")
+
+    def __init__(self, device: Any, *, on_cpu: bool) -> None:
+        self._device, self._on_cpu, self._there = device, on_cpu, None
+
+    def begin(self, batch: Any) -> Any:
+        self._there = jax.tree.map(self._put, batch)
+        return self._there
+
+    def _put(self, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             if leaf.dtype.kind in "mMOSU":
                 return leaf
-            return jax.device_put(np.array(leaf) if on_cpu else leaf, device)
+            return jax.device_put(np.array(leaf) if self._on_cpu else leaf, self._device)
         if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array):  # tensors of another framework
             what = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise UsageError(f"a batch holds a {what}; JAX takes NumPy's, as of cachetool.loaders.numpy.Loader")
         return leaf
 
-    batches = iter(iterable)
-    epoch = batches if isinstance(batches, Epoch) else None
-    if epoch is not None:
-        batches = epoch.uncounted()
-    ahead: deque[tuple[Any, Any]] = deque()  # batch there, batch here
-    failed: Exception | None = None
-    more = True
-    try:
-        while True:
-            while more and len(ahead) <= size and (not ahead or epoch is None or epoch.ready):
-                try:
-                    here = next(batches)
-                except StopIteration:
-                    more = False
-                except Exception as error:  # noqa: BLE001 - raised behind the batches before it
-                    failed, more = error, False
-                else:
-                    ahead.append((jax.tree.map(put, here), None if on_cpu else here))
-                    del here
-            if not ahead:
-                break
-            if not on_cpu:
-                jax.block_until_ready(ahead[0][0])
-            if epoch is not None:
-                epoch.count()
-            yield ahead.popleft()[0]  # kept nowhere here while it is in use
-        if failed is not None:
-            raise failed
-    finally:
-        failed = None  # its traceback keeps this frame, and the epoch
+    def arrive(self) -> None:
+        self.wait()
+        self._there = None
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._there)
+
+    @property
+    def done(self) -> bool:
+        return self._on_cpu or self._there is None

@@ -287,7 +287,7 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._every = None if save_freq == "epoch" else parse_whole(save_freq, what="save_freq=")
         if self._every is not None and self._every < 1:
             raise UsageError(f"save_freq={save_freq!r} cannot be used: 'epoch', or a number of batches, at least 1")
-        self._dataset, self._path, self._steps = dataset, Path(path), dataset._steps
+        self._dataset, self._path, self._steps = dataset, Path(path).expanduser(), dataset._steps
         self._loaded = False
         self._trained = self._since = 0
 

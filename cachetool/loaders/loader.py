@@ -32,11 +32,13 @@ from cachetool.loaders.feed.protocol import Feed
 from cachetool.loaders.feed.transform import Function, dumps
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
+from cachetool.loaders.other_names import OF_LOADERS, answering
 from cachetool.loaders.ranks import given, launched
 from cachetool.loaders.ring.memory import MOST_KEPT
 from cachetool.loaders.ring.slot import Batch
-from cachetool.loaders.settings import Settings
-from cachetool.loaders.snapshots.follow import launched_run
+from cachetool.loaders.selection import WhereOption, parse_where
+from cachetool.loaders.settings import Settings, where_dict
+from cachetool.loaders.snapshots.follow import launched_run, subscribe
 from cachetool.loaders.snapshots.plain_files import located
 from cachetool.loaders.snapshots.resume import SAVED, require_order, require_seed, require_state
 from cachetool.loaders.snapshots.waiting import say
@@ -63,14 +65,14 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     for name in ("drop_last", "verify", "concurrent"):
         values[name] = parse_flag(values[name], what=f"{name}=")
     wait, hold = (parse_duration(values[name], what=f"{name}=") for name in ("wait", "hold"))
-    validation = parse_split(values["split"], values["validation"])
+    validation, where = parse_split(values["split"], values["validation"]), parse_where(values["where"])
     _check(values)
     if isinstance(cache_or_paths, CacheDir):
         cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
     root, paths = located(cache_or_paths)
     if paths and values["dataset"] is not None:
         raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
-    least = 1 if values["split"] == "validation" else values["batch_size"]
+    least = 1 if values["split"] == "validation" or where is not None else values["batch_size"]
     settings = Settings(
         root=str(root),
         paths=tuple(map(str, paths)),
@@ -83,6 +85,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         drop_last=values["drop_last"],
         split=values["split"],
         validation=validation,
+        where=where,
         min_samples=least if values["min_samples"] is None else values["min_samples"],
         wait=wait,
         hold=hold,
@@ -111,7 +114,7 @@ def parse_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
 def _check(values: Mapping[str, Any]) -> None:
     _require(values["batch_size"] >= 1, "batch_size", values["batch_size"], "at least 1")
     _require(is_one_of(values["shuffle"], SHUFFLES), "shuffle", values["shuffle"], "'full', 'window' or False")
-    _require(values["workers"] >= 0, "workers", values["workers"], "0 (a thread) or more feeder processes")
+    _require(values["workers"] >= 0, "workers", values["workers"], "0 (in this process) or more feeder processes")
     prefetch = values["prefetch"]
     _require(prefetch is None or 1 <= prefetch <= MOST_KEPT, "prefetch", prefetch, f"1 to {MOST_KEPT} batches")
     for name in ("steps", "epochs", "min_samples"):
@@ -194,6 +197,7 @@ _STATE = 1
 class BaseLoader(ABC, Generic[T]):
     """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
 
+    @answering(OF_LOADERS)
     def __init__(
         self,
         cache_or_paths: CacheOrPaths,
@@ -214,6 +218,7 @@ class BaseLoader(ABC, Generic[T]):
         run: str | None = None,
         split: str | None = None,
         validation: float | str | None = None,
+        where: WhereOption | None = None,
         min_samples: int | None = None,
         wait: float | str = 600.0,
         hold: float | str = 60.0,
@@ -280,6 +285,17 @@ class BaseLoader(ABC, Generic[T]):
         return self._settings.drop_last
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the numbers of the field ``label``, as ``pull --label-from-folder int`` numbered them; empty where
+        no field has such names."""
+        place = [Path(path) for path in self._settings.paths] or self._settings.root
+        subscription = subscribe(place, dataset=self._settings.dataset, run=None)
+        try:
+            return subscription.now().schema.classes
+        finally:
+            subscription.close()
+
+    @property
     def epoch(self) -> int:
         """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
         one, or the next one if it was left; after it was set, this one in any case."""
@@ -309,8 +325,12 @@ class BaseLoader(ABC, Generic[T]):
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch on the newest snapshot, or the same one again if no batch of it was taken. Older iterators end
-        with an error, or go on with ``concurrent``."""
+        """Begin an epoch, or the same one again if no batch of it was taken. Older iterators end with an error, or with
+        ``concurrent`` go on.
+
+        Its snapshot is the one taken once all batches of the epoch before were made and half of them delivered; the
+        newest after :meth:`refresh`, ``hold`` seconds after that epoch, and for the first one.
+        """
         return self.begin()
 
     def begin(self) -> Epoch[T]:
@@ -350,6 +370,17 @@ class BaseLoader(ABC, Generic[T]):
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
         return epoch
+
+    def refresh(self) -> None:
+        """Let the next ``iter()`` read the newest snapshot, after a pull between two epochs: discard the one that was
+        taken for it. With several ranks, call it on all of them before one begins that epoch."""
+        feed = self._feed
+        if feed is None or feed.closed or feed.unsure or feed.pid != os.getpid():
+            return
+        begun = None if self._latest is None else self._latest()
+        if begun is None and self._progress is not None and not self._progress.touched:
+            self._progress = None  # begun, and nobody has it: not to be begun again
+        feed.refresh()
 
     def _untouched(self, iterator: Epoch[T] | None) -> Progress | None:
         """The epoch that was begun last, if no batch of it was asked for and its snapshot is still leased.
@@ -410,8 +441,7 @@ class BaseLoader(ABC, Generic[T]):
         """Number of batches of the whole epoch: of the one that ``iter()`` began, with those that were delivered before
         it was resumed; else of the next one. Later epochs may have more.
 
-        Waits as ``iter()`` does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this
-        process used the cache meanwhile.
+        Waits as ``iter()`` does, which then begins the snapshot that was counted, within ``hold`` seconds.
         """
         epoch = None if self._latest is None else self._latest()
         progress = None if epoch is None or epoch.over or epoch.replaced else epoch.progress
@@ -461,9 +491,9 @@ class BaseLoader(ABC, Generic[T]):
         settings = self._placed()
         if self._workers:
             return Processes(settings, feeders=self._workers, transform=self._function)
-        from cachetool.loaders.feed.threads import Thread
+        from cachetool.loaders.feed.in_process import InProcess
 
-        return Thread(settings, transform=self._transform)
+        return InProcess(settings, transform=self._transform)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -496,18 +526,21 @@ class BaseLoader(ABC, Generic[T]):
     def _order(self) -> dict[str, Any]:
         """What the samples of an epoch and their order depend on, beside the seed."""
         values: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
+        if self._settings.where is not None:
+            values["where"] = str(where_dict(self._settings.where))
         return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
 
         Raises :class:`UsageError` for what is no state of a loader or that of one with another seed, and in the middle
-        of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``. The loader is then as before.
+        of an epoch for that of one with another ``shuffle``, ``split``, ``validation`` or ``where``. The loader is then
+        as before.
         """
         require_state(state, _STATE, SAVED, of="loaders")
         require_seed(state.get("seed"), self._settings.seed, of="loader")
         if state.get("resume"):
-            require_order(state.get("order"), self._order(), of="loader")
+            require_order(state.get("order"), {"where": None, **self._order()}, of="loader")
         self._epoch = self._resumed = int(state["epoch"])
         self._others = -1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
@@ -553,4 +586,5 @@ class BaseLoader(ABC, Generic[T]):
         self.close()
 
 
-BaseLoader.__init__.__qualname__ = "Loader.__init__"  # as Python says it of a keyword that there is not
+# As Python says it of a keyword that there is not.
+BaseLoader.__init__.__wrapped__.__qualname__ = "Loader.__init__"  # type: ignore[attr-defined]

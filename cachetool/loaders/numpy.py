@@ -38,18 +38,19 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``, looked up when an epoch or its length is asked
       for, since trainers start their ranks once they have the loader): all take the same number of steps, no sample
       goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
-    - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready, one
-      that is in use among them, at least 2 (default: 384 MiB of them shared by the feeders, at least 48 MiB and 2, at
-      most 128; 8,192 at most).
+    - ``workers=0``: ``next()`` makes the batch instead. ``prefetch``: batches that each feeder keeps ready, one
+      that is in use among them, at least 2 and at most 8,192. Default: 96 MiB of them shared by the feeders, at least
+      12 MiB and 2, at most 128; twice as many, up to four times, when ``next()`` waits again and again although all
+      were ready before.
     - ``transform``: a function over each sample, a dict, that gives another one, called in the feeders; over a dict of
       columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
     - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` (default: 5 %) of the samples
       in the latter.
-    - ``min_samples`` (default ``world_size`` x ``batch_size``, with ``split="validation"`` ``world_size``) are waited
-      for up to ``wait`` seconds.
-    - The next epoch's snapshot is taken about a second before this one's end, or earlier when batches take long; if it
-      begins after a pause, or this process used the catalog, anew where shards came. It is given up ``hold`` seconds
-      after the end; not after ``epochs`` epochs.
+    - ``where``: only samples with these numbers or texts, ``{"label": {0, 1}}``; of several fields, all of them.
+    - ``min_samples`` (default ``world_size`` x ``batch_size``, with ``split="validation"`` or ``where`` ``world_size``)
+      are waited for up to ``wait`` seconds.
+    - The next epoch's snapshot is taken when all batches of this one are made and half of them delivered; none is taken
+      after ``epochs`` epochs. :meth:`refresh` discards it. It is given up ``hold`` seconds after the end of this one.
     - ``verify``: the feeders compare every value with the checksum it was written with.
     - ``concurrent``: an iterator that is not at its end goes on when the loader is iterated again, which then takes
       feeders of its own; else it ends with an error. Threads then have an epoch each, too.

@@ -35,6 +35,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cachetool.cache import CacheDir
+from cachetool.cache.layout import root_of
 from cachetool.core.nodes import Node, cache_of, node_of
 from cachetool.loaders.numpy import Loader
 
@@ -92,9 +93,9 @@ def batches(
     # The task there has another working directory.
     paths: str | list[str]
     if isinstance(root, str | Path):
-        paths = cache_of(str(Path(root).absolute()), where)
+        paths = cache_of(str(root_of(root).absolute()), where)
     else:
-        paths = [str(Path(path).absolute()) for path in root]
+        paths = [str(root_of(path).absolute()) for path in root]
     return Batches(where, paths, single, epoch, in_flight, settings)
 
 

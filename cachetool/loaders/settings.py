@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -12,10 +12,13 @@ from cachetool.core.schema import Schema
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
 from cachetool.loaders.view import ShardFile, View
 
-__all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "rows"]
+__all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "Value", "Where", "rows", "where_dict"]
 
 SHARE = 0.05
 """Of the samples for validation, where nothing else is said."""
+Value: TypeAlias = int | float | str
+Where: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]
+"""Fields, and the values of each that samples are selected by; both in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Settings:
     world_size: int = 1
     split: str | None = None
     validation: float = SHARE
+    where: Where | None = None
     min_samples: int = 1
     wait: float = 600.0
     hold: float = 60.0
@@ -54,8 +58,13 @@ class Settings:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         """What :meth:`to_json` gave."""
-        fields = value["fields"]
-        return cls(**{**value, "fields": None if fields is None else tuple(fields), "paths": tuple(value["paths"])})
+        fields, where = value["fields"], value["where"]
+        tuples = {
+            "fields": None if fields is None else tuple(fields),
+            "paths": tuple(value["paths"]),
+            "where": None if where is None else tuple((name, tuple(values)) for name, values in where),
+        }
+        return cls(**{**value, **tuples})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +84,13 @@ class EpochPlan:
     is left of it, and ``samples`` counts that."""
     of: tuple[int, int] = (0, 0)
     """How many samples that epoch had, and where in its order to begin."""
-    spare: int = 0
-    """How many of the samples, the last of the order, are in no batch."""
     follows: bool = False
     """Whether it waits for the plan before it to be made; else it comes in its place."""
 
     def steps(self, settings: Settings) -> Steps:
         """How it is cut into batches."""
         return Steps(
-            self.samples - self.spare,
+            self.samples,
             settings.batch_size,
             settings.rank,
             settings.world_size,
@@ -120,7 +127,6 @@ class EpochPlan:
             "position": self.position,
             "lost": self.lost,
             "of": self.of,
-            "spare": self.spare,
             "follows": self.follows,
             "view": None
             if view is None
@@ -175,3 +181,8 @@ def _described(view: View) -> dict[str, Any]:
 def rows(parts: Sequence[ShardFile]) -> list[list[Any]]:
     """Parts as plain values."""
     return [list(part) for part in parts]
+
+
+def where_dict(where: Where) -> dict[str, list[Value]]:
+    """The selection as a user could give it, for states and messages."""
+    return {name: list(values) for name, values in where}

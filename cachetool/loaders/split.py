@@ -9,16 +9,14 @@ import hashlib
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 
+from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import KEY, Schema
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_fraction
-from cachetool.loaders.order import Int64s
-from cachetool.loaders.read.gather import gather
-from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.settings import SHARE
-from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["Split", "parse_split"]
 
@@ -45,44 +43,21 @@ class Split:
 
     def __init__(self, side: str, share: float) -> None:
         self._side, self._bound = _SIDES.index(side), int(share * 2**64)
-        self._by_part: dict[tuple[str, int], Int64s] = {}
 
-    def chosen(self, view: View) -> Int64s:
-        """The indices in ``view`` of the samples on this side, ascending.
-
-        Raises :class:`UsageError` without keys, and for keys that are not text.
-        """
-        if KEY not in view.schema:
+    @staticmethod
+    def require(schema: Schema) -> None:
+        """Raise :class:`UsageError` without keys, and for keys that are not text."""
+        if KEY not in schema:
             raise UsageError(f"split= needs the field {KEY}; this dataset was pulled without it")
-        if view.schema[KEY].kind not in ("str", "bytes"):
-            raise UsageError(f"split= needs a field {KEY} of text; in this dataset it is {view.schema[KEY].describe()}")
-        by_part = {_identity(part): self._by_part.get(_identity(part)) for part in view.parts}
-        fresh = {_identity(part): part for part in view.parts if by_part[_identity(part)] is None}
-        places = MappedParts()
-        try:
-            parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
-            for number, name in enumerate(fresh):
-                by_part[name] = self._side_of(parts, number, places)
-        finally:
-            places.close()
-        kept = {name: indices for name, indices in by_part.items() if indices is not None}
-        self._by_part = kept  # others have left; a view that another thread asks for may be another one
-        starts = view.starts.tolist()
-        shifted = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
-        return np.concatenate(shifted) if shifted else np.empty(0, dtype=np.int64)
+        if schema[KEY].kind not in ("str", "bytes"):
+            raise UsageError(f"split= needs a field {KEY} of text; in this dataset it is {schema[KEY].describe()}")
 
-    def _side_of(self, view: View, number: int, places: MappedParts) -> Int64s:
-        start, stop = int(view.starts[number]), int(view.starts[number + 1])
-        schema = Schema((view.schema[KEY],))
-        column = gather(view, np.arange(start, stop, dtype=np.int64), places, schema)[KEY]
-        keys = column.values.tobytes()  # type: ignore[union-attr]
-        offsets = column.offsets.tolist()  # type: ignore[union-attr]
+    def mask(self, column: Column) -> npt.NDArray[np.bool_]:
+        """Which samples are on this side, by the column of their keys."""
+        assert isinstance(column, Ragged)
+        keys, offsets = column.values.tobytes(), column.offsets.tolist()
         sides = [self._held_out(keys[a:b]) == bool(self._side) for a, b in itertools.pairwise(offsets)]
-        return np.flatnonzero(np.array(sides, dtype=np.bool_)).astype(np.int64)
+        return np.array(sides, dtype=np.bool_)
 
     def _held_out(self, key: bytes) -> bool:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") < self._bound
-
-
-def _identity(part: ShardFile) -> tuple[str, int]:
-    return part.content or part.id, part.samples

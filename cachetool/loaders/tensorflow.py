@@ -5,13 +5,12 @@
     from_generator              one element an epoch: the names of all files of a new snapshot. Python's only turn.
       flat_map                  what an epoch is made of, so that batches come out of it and not records: a small record
                                 takes TensorFlow as long to hand on as to read
-        interleave              TFRecordDataset over each file; with split= zipped with a mask of its records, filtered
+        interleave              TFRecordDataset over each file; with split= or where= zipped with a mask, filtered
         shuffle -> batch        of records, not yet parsed
       map                       a whole batch at once: parse_example, or small fields cut out where they lie; decode_raw
       repeat
 
-Functions within it are run as they are (:mod:`cachetool.loaders.tensorflow_stages`), or each epoch would begin with
-30 ms of TensorFlow's optimising them.
+All of it is public methods. TensorFlow optimises their functions at the beginning of each epoch, which takes 30 ms.
 
 Records of half a MiB and more are decoded one by one and then batched: each is still in the processor's cache then.
 
@@ -29,22 +28,27 @@ import itertools
 import os
 import secrets
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cachetool.cache import CacheDir
+from cachetool.cache.history import Delivered
 from cachetool.core.errors import UsageError, without
 from cachetool.core.schema import Field, Schema
+from cachetool.core.text import shown
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
 from cachetool.loaders.order import order
+from cachetool.loaders.selection import Selection, WhereOption, parse_where
+from cachetool.loaders.settings import Where, where_dict
 from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription, beside, subscribe
-from cachetool.loaders.split import Split, parse_split
+from cachetool.loaders.split import parse_split
 from cachetool.loaders.view import ShardFile, View
 
 try:
@@ -52,10 +56,10 @@ try:
 except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
 
-import cachetool.loaders.tensorflow_stages as stages
-
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_as_written: Callable[[_Function], _Function] = tf.autograph.experimental.do_not_convert
 _OPEN_FILES = 16
 _TOGETHER = 16
 """Small records that are taken from one file before the next one's turn."""
@@ -158,6 +162,8 @@ def make_dataset(
     run: str | None = None,
     split: str | None = None,
     validation: float | str | None = None,
+    where: WhereOption | None = None,
+    as_supervised: Sequence[Any] | None = None,
 ) -> tf.data.Dataset:
     """Batches of the samples that are in the cache when an epoch begins.
 
@@ -166,7 +172,7 @@ def make_dataset(
     the samples come oldest first. ``repeat`` goes on for ever. ``run`` names a training run of several processes: they
     get the same snapshot for the same epoch. ``split`` is ``"train"`` or ``"validation"`` by a hash of ``__key__``,
     ``validation`` (default: 5 %) of the samples in the latter: the sides of every loader, and a sample never changes
-    sides.
+    sides. ``where`` selects samples by numbers or text, as in every loader.
 
     Its length is unknown to TensorFlow, and Keras takes the number of batches of the first epoch for that of all. To
     train on a growing cache whole, give ``repeat=True`` here and ``steps_per_epoch=`` to ``model.fit``. TensorFlow's
@@ -175,7 +181,8 @@ def make_dataset(
 
     An element is a dict of batches: fixed fields as dense tensors (batch, *shape), bytes and str as ``tf.string``
     (batch,), ragged arrays as ``tf.RaggedTensor`` with as many ragged dimensions as the array has; datetime64 and
-    timedelta64 as int64.
+    timedelta64 as int64. ``as_supervised=("volume", "label")`` makes it a tuple of inputs and targets, and with a third
+    name sample weights, as ``model.fit`` takes them; for several inputs or targets give a list of names.
 
     ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. Raises :class:`UsageError`
     for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
@@ -189,39 +196,65 @@ def make_dataset(
         raise UsageError(f"batch_size={batch_size} cannot be used: at least 1")
     if shuffle_buffer < 0:
         raise UsageError(f"shuffle_buffer={shuffle_buffer} cannot be used: 0 (no shuffling) or more")
-    share = parse_split(split, validation)
+    share, where_values = parse_split(split, validation), parse_where(where)
     repeat, drop_remainder = parse_flag(repeat, what="repeat="), parse_flag(drop_remainder, what="drop_remainder=")
     run = None if run is None else parse_text(run, what="run=")
-    sides = None if split is None else Split(split, share)
+    chosen = None if split is None and where_values is None else Selection(split, share, where_values)
     subscription = subscribe(cache, dataset=dataset, run=run)
-    where = f" --out NEW {shlex.quote(str(cache))}"
+    place = ""
     if isinstance(subscription, CacheSubscription):
-        where = f" --cache {shlex.quote(str(subscription.root))}"
+        place = f" --cache {shlex.quote(str(subscription.root))}"
     try:
         first = subscription.newest(peek=True)
         if not first.samples:
-            raise UsageError(_nothing(first, where))
-        size = _record_size(first, _files(first, sides, where)[0])
-        schema = first.schema if fields is None else first.schema.select(fields)
+            raise UsageError(_nothing(first, place))
+        size = _record_size(first, _files(first, chosen)[0])
+        supervised = None if as_supervised is None else _parse_supervised(as_supervised)
+        schema = _selected(first.schema, fields, supervised)
     finally:
         subscription.close()
     options = _Options(
-        batch_size=batch_size,
-        shuffle_buffer=shuffle_buffer,
-        seed=secrets.randbits(32) if seed is None else seed,
-        is_seeded=seed is not None,
-        repeat=repeat,
-        drop_remainder=drop_remainder,
-        run=run,
-        split=split,
-        sides=sides,
-        where=where,
-    )
+        batch_size=batch_size, shuffle_buffer=shuffle_buffer, seed=secrets.randbits(32) if seed is None else seed,
+        is_seeded=seed is not None, repeat=repeat, drop_remainder=drop_remainder, run=run, split=split,
+        where=where_values, selection=chosen, place=place, supervised=supervised,
+    )  # fmt: skip
     column = tf.TensorSpec((None,), tf.string)
     signature = (column, column, column, tf.TensorSpec((), tf.int64))
     epoch = functools.partial(_epoch, subscription, first.schema, itertools.count(), options)
-    epochs = stages.from_generator(epoch, signature)
+    epochs = tf.data.Dataset.from_generator(epoch, output_signature=signature)
     return _tuned(_batches(epochs, first.schema, schema, size, options), repeat=repeat)
+
+
+def _parse_supervised(names: Any) -> tuple[Any, ...]:
+    """The argument ``as_supervised``: two or three names of fields, or lists of them. Raises :class:`UsageError`."""
+    parts = tuple(names) if isinstance(names, list | tuple) else ()
+    good = [
+        isinstance(part, str) or (isinstance(part, list | tuple) and part and all(isinstance(n, str) for n in part))
+        for part in parts
+    ]
+    if not 2 <= len(parts) <= 3 or not all(good):
+        raise UsageError(
+            f"as_supervised={shown(names)} cannot be used: fields of inputs and targets, as ('volume', 'label')"
+        )
+    return tuple(part if isinstance(part, str) else tuple(part) for part in parts)
+
+
+def _selected(schema: Schema, fields: str | Sequence[str] | None, supervised: tuple[Any, ...] | None) -> Schema:
+    """The fields asked for; those of ``as_supervised`` where only these are. Raises :class:`UsageError`."""
+    names = () if supervised is None else tuple(tf.nest.flatten(supervised))
+    if fields is None and names:
+        fields = list(dict.fromkeys(names))
+    selected = schema if fields is None else schema.select(fields)
+    for name in names:
+        selected[name]  # refuses a name that fields= leaves out
+    return selected
+
+
+def _element(batch: dict[str, Any], names: tuple[Any, ...] | None) -> Any:
+    """A batch as it is, or as the tuple that ``as_supervised`` names."""
+    if names is None:
+        return batch
+    return tuple(batch[part] if isinstance(part, str) else tuple(batch[name] for name in part) for part in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +271,12 @@ class _Options:
     drop_remainder: bool
     run: str | None
     split: str | None
-    sides: Split | None
-    where: str
+    where: Where | None
+    selection: Selection | None
+    place: str
     """Names the cache to a command."""
+    supervised: tuple[Any, ...] | None
+    """Fields of the inputs, targets and sample weights."""
 
     @property
     def shuffle(self) -> bool:
@@ -256,15 +292,16 @@ def _epoch(
     Keeps the snapshot's lease until the generator ends. ``schema`` is that of the first snapshot.
     """
     number, lease = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
+    began = time.monotonic()
     close = lease.close
     try:
         view = lease.newest(epoch=None if options.run is None else number, sparing=True)
-        columns = _files(view, options.sides, options.where)
+        columns = _files(view, options.selection)
         if view.schema != schema:  # by which the fields are found in a record
             raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
         if not view.samples or (options.repeat and not columns[0]):  # TensorFlow would end without a word
-            raise UsageError(_nothing(view, options.where, options.split))
-        samples = view.samples if options.sides is None else sum(mask.count(1) for mask in columns[2])
+            raise UsageError(_nothing(view, options.place, options.split, options.where))
+        samples = view.samples if options.selection is None else sum(mask.count(1) for mask in columns[2])
         if options.drop_remainder and samples < options.batch_size:
             raise UsageError(
                 f"{samples} samples make no batch of batch_size={options.batch_size} with drop_remainder=True;"
@@ -273,7 +310,10 @@ def _epoch(
         blocks = order(len(columns[0]), shuffle=options.shuffle, seed=options.seed, epoch=number)
         at = [int(i) for block in blocks for i in block]
         yield *([column[i] for i in at] for column in columns), number
-        lease.served(last=True)
+        whole, part = divmod(samples, options.batch_size)
+        batches = whole + (part > 0 and not options.drop_remainder)
+        seconds = time.monotonic() - began
+        lease.served(Delivered(seconds, batches, None, None, samples), last=True)
     except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
         close = functools.partial(beside, lease.close)
         raise
@@ -286,27 +326,32 @@ def _batches(epochs: tf.data.Dataset, stored: Schema, schema: Schema, size: int,
     # Large values are copied by many threads when they are parsed, by one when they are cut out.
     layout = ExampleLayout(stored) if size < _LARGE else None
 
-    def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-        return _fields_of(records, schema, layout)
+    @_as_written
+    def parsed(records: tf.Tensor) -> Any:
+        return _element(_fields_of(records, schema, layout), options.supervised)
 
-    def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
+    @_as_written
+    def parsed_alone(record: tf.Tensor) -> Any:
+        fields = _fields_of(tf.expand_dims(record, 0), schema, layout)
+        return _element({name: tf.squeeze(value, 0) for name, value in fields.items()}, options.supervised)
 
     together = size < _HUGE or any(field.kind == "ragged" for field in schema)
 
+    @_as_written
     def one_epoch(*given: tf.Tensor) -> tf.data.Dataset:
         *files, number = given
         fixed = options.is_seeded or not options.shuffle
-        split = options.split is not None
-        records = _records(tuple(files), size=size, mixed=options.shuffle, fixed=fixed, split=split)
+        records = _records(
+            tuple(files), size=size, mixed=options.shuffle, fixed=fixed, masked=options.selection is not None
+        )
         if options.shuffle:
             records = _shuffled(records, options.shuffle_buffer, options.seed, number)
         return records.batch(options.batch_size, drop_remainder=options.drop_remainder) if together else records
 
-    out = stages.flat_mapped(epochs, one_epoch)
+    out = epochs.flat_map(one_epoch)
     if together:
-        return stages.mapped(out, parsed)
-    return stages.mapped(out, parsed_alone).batch(options.batch_size, drop_remainder=options.drop_remainder)
+        return out.map(parsed, tf.data.AUTOTUNE)
+    return out.map(parsed_alone, tf.data.AUTOTUNE).batch(options.batch_size, drop_remainder=options.drop_remainder)
 
 
 def _tuned(batches: tf.data.Dataset, *, repeat: bool) -> tf.data.Dataset:
@@ -324,35 +369,40 @@ def _tuned(batches: tf.data.Dataset, *, repeat: bool) -> tf.data.Dataset:
     return out.with_options(options)
 
 
-def _nothing(view: View, where: str, split: str | None = None) -> str:
+def _nothing(view: View, place: str, split: str | None = None, where: Where | None = None) -> str:
+    if where is not None and view.samples:
+        return (
+            f"none of the {view.samples} samples of dataset {view.dataset!r} is selected by"
+            f" where={shown(where_dict(where))}; give other values, or pull more"
+        )
     if split is not None and view.samples:
         return f"none of the {view.samples} samples of dataset {view.dataset!r} is of split {split!r}; pull more"
-    return f"dataset {view.dataset!r} has no samples; fill it: cachetool pull SOURCE --to tfrecord{where}"
+    named = "" if view.dataset in ("", "default") else f" --dataset {shlex.quote(view.dataset)}"
+    return f"dataset {view.dataset!r} has no samples; fill it: cachetool pull SOURCE --to tfrecord{named}{place}"
 
 
-def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list[str], list[bytes]]:
-    """Names and compressions of the files of a view; with ``sides`` a bool for each record, and no file without any.
-    ``where`` names the cache to a command.
+def _files(view: View, selection: Selection | None) -> tuple[list[str], list[str], list[bytes]]:
+    """Names and compressions of the files of a view; with a ``selection`` a bool for each record, and no file without
+    any.
 
-    Raises :class:`UsageError` for other formats, and when there is a split and no ``__key__``.
+    Raises :class:`UsageError` for other formats, and what :meth:`Selection.chosen` does.
     """
     others = sorted({part.format for part in view.parts} - {"tfrecord"})
     if others:
         name = f"dataset {view.dataset!r}" if view.dataset else "the folder"
         raise UsageError(
-            f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord;"
-            f" run: cachetool convert --to tfrecord{where}"
+            f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run: {view.conversion('tfrecord')}"
         )
     chosen = np.ones(view.samples, dtype=np.bool_)
-    if sides is not None:
+    if selection is not None:
         chosen[:] = False
-        chosen[sides.chosen(view)] = True
-    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(chosen, view.starts[1:-1])]
+        chosen[selection.chosen(view)] = True
+    masks = [mask.tobytes() if selection is not None else b"" for mask in np.split(chosen, view.starts[1:-1])]
     files = [
         # Only compressed files have no extents.
         (_data_file(part), "" if os.path.exists(part.extents_name) else "GZIP", mask)
         for part, mask in zip(view.parts, masks, strict=False)
-        if sides is None or any(mask)
+        if selection is None or any(mask)
     ]
     return [name for name, _, _ in files], [kind for _, kind, _ in files], [mask for _, _, mask in files]
 
@@ -373,33 +423,26 @@ def _record_size(view: View, files: list[str]) -> int:
     return sum(Path(file).stat().st_size for file in files) // max(1, view.samples)
 
 
-def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, split: bool) -> tf.data.Dataset:
+def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, masked: bool) -> tf.data.Dataset:
+    @_as_written
     def of(file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor) -> tf.data.Dataset:
-        records = stages.records_of(file, compression=kind, buffer=0 if size >= _LARGE else _BUFFER)
-        if not split:
+        records = tf.data.TFRecordDataset(file, kind, 0 if size >= _LARGE else _BUFFER)
+        if not masked:
             return records
         flags = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
-        chosen = stages.filtered(tf.data.Dataset.zip(records, flags), lambda record, here: here)
-        return stages.mapped(chosen, lambda record, here: record, parallel=False)
+        chosen = tf.data.Dataset.zip(records, flags).filter(_as_written(lambda record, here: here))
+        return chosen.map(_as_written(lambda record, here: record))
 
     named = tf.data.Dataset.from_tensor_slices(files)
     cycle = _OPEN_FILES if mixed else 1
     if size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
-        return stages.interleaved(named, of, cycle=cycle, block=_TOGETHER)
-    return stages.interleaved(named, of, cycle=cycle, parallel=True, deterministic=fixed)
+        return named.interleave(of, cycle, _TOGETHER)
+    return named.interleave(of, cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
 
 
 def _shuffled(records: tf.data.Dataset, buffer: int, seed: int, epoch: tf.Tensor) -> tf.data.Dataset:
-    """As ``records.shuffle(buffer, seed)``, in another order each epoch; that takes a seed which is a tensor, but fails
-    with one after ``tf.random.set_seed(0)``."""
-    spec = tf.TensorSpec((), tf.string)
-    shuffled = tf.raw_ops.ShuffleDataset(
-        input_dataset=tf.data.experimental.to_variant(records),
-        buffer_size=tf.constant(buffer, tf.int64),
-        seed=tf.constant(seed % 2**63, tf.int64),
-        seed2=epoch + 1,  # two zeros would be no seed
-        output_types=[spec.dtype],
-        output_shapes=[spec.shape],
-        reshuffle_each_iteration=False,
-    )
-    return tf.data.experimental.from_variant(shuffled, spec)
+    """The records shuffled in another order each epoch: ``epoch`` is a tensor of the function that calls this."""
+    # The graph of that function begins with the user's seed, where a 0 beside a tensor is an error to TensorFlow.
+    if not tf.executing_eagerly():  # as in tf.data's debug mode, where this would change the user's own
+        tf.random.set_seed(seed % (2**31 - 2) + 1)
+    return records.shuffle(buffer, seed=epoch + 1, reshuffle_each_iteration=False)

@@ -46,9 +46,10 @@ except ModuleNotFoundError as error:
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from cachetool.core.text import shown
-from cachetool.core.units import parse_flag, parse_location, parse_text, parse_whole
+from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
+from cachetool.loaders.other_names import OF_DATASETS, answering
 from cachetool.loaders.read.gather import Parts, Places, gather
 from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.read.mapped import MappedParts
@@ -65,14 +66,13 @@ from cachetool.loaders.snapshots.resume import (
     require_state,
 )
 from cachetool.loaders.torch_device import DevicePrefetcher
-from cachetool.loaders.torch_iterable import CacheIterableDataset
 from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.view import View
+from cachetool.proc.disk import parse_location
 
 __all__ = [
     "CacheDataset",
-    "CacheIterableDataset",
     "DevicePrefetcher",
     "EpochSampler",
     "LMDBDataset",
@@ -152,6 +152,12 @@ class _MapDataset(Dataset[Sample]):
         except BaseException:
             subscription.close()
             raise
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the numbers of the field ``label``, as ``pull --label-from-folder int`` numbered them; empty where
+        no field has such names."""
+        return self._views.plain().schema.classes
 
     @property
     def version(self) -> int:
@@ -240,6 +246,7 @@ class CacheDataset(_MapDataset):
     Raises :class:`UsageError` for a cache, dataset or field that is not there.
     """
 
+    @answering(OF_DATASETS)
     def __init__(
         self,
         cache_or_paths: CacheOrPaths,
@@ -261,6 +268,7 @@ class LMDBDataset(_MapDataset):
     Raises :class:`UsageError`, naming the format, for a dataset whose shards are in another one.
     """
 
+    @answering(OF_DATASETS)
     def __init__(
         self,
         cache: CacheDir | str | Path,
@@ -426,6 +434,7 @@ class _EpochIndices(Iterator[int]):
         own = {name: self._state[name] for name in ("seed", "shuffle")}
         require_order({name: state.get(name) for name in own}, own, of="EpochSampler")
         self._epoch, self._indices, self._given = int(state["epoch"]), None, 0
+        self._sampler.epoch = self._epoch + 1  # of an epoch that ended StatefulDataLoader asks for the next at once
         self._before = int(state["position"])
         self._resume = None if parts is None else Resume(self._before, int(state["samples"]), parts)
 

@@ -15,7 +15,6 @@ import copy
 import functools
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
-from cachetool.core.units import parse_whole
+from cachetool.loaders.device import copied_ahead, parse_depth
 from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.torch_values import TensorList
@@ -119,11 +118,9 @@ def prefetched(
     if not hasattr(module, "Stream"):  # mps
         return (_map(batch, lambda tensor: tensor.to(device)) for batch in begin())
     batches = begin()
-    if not isinstance(batches, Epoch):
-        return _copied(batches, device, depth, module)
-    if lock:
+    if isinstance(batches, Epoch) and lock:
         batches.progress.feed.lock_pages(page_lock(device))
-    return _counted(batches, _copied(batches.uncounted(), device, depth, module, ready=lambda: batches.ready))
+    return copied_ahead(batches, functools.partial(_Copy, device, module, module.Stream(device)), depth)
 
 
 def _module(device: torch.device) -> Any:
@@ -160,10 +157,7 @@ class DevicePrefetcher:
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
         check_batches(loader)
-        depth = parse_whole(depth, what="depth=")
-        if depth < 1:
-            raise UsageError(f"depth={depth} cannot be used: at least 1")
-        self._loader, self._device, self._depth = loader, parse_device(device), depth
+        self._loader, self._device, self._depth = loader, parse_device(device), parse_depth(depth, "depth=")
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -180,79 +174,37 @@ class DevicePrefetcher:
         return prefetched(lambda: iter(loader), self._device, self._depth, lock=lock)
 
 
-def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of a loader's epoch, counted when they are handed out, not when their copies begin."""
-    for batch in batches:
-        epoch.count()
-        yield batch
-        del batch
+class _Copy:
+    """See :class:`~cachetool.loaders.device.Copy`. All copies of a loop run on one stream."""
 
+    __slots__ = ("_device", "_event", "_module", "_stream", "_tensors")
 
-def _always() -> bool:
-    return True
+    def __init__(self, device: torch.device, module: Any, stream: Any) -> None:
+        self._device, self._module, self._stream = device, module, stream
+        self._event = module.Event()
+        self._tensors: list[torch.Tensor] = []
 
-
-def _copied(
-    batches: Iterator[Any], device: torch.device, depth: int, module: Any, *, ready: Callable[[], bool] = _always
-) -> Iterator[Any]:
-    """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
-    stream = module.Stream(device)
-    itself = hasattr(stream, "__enter__")  # makes itself the current one, since PyTorch 2.7, and quicker
-    on_their_way: deque[tuple[Any, list[torch.Tensor], Any]] = deque()  # batch there, its tensors, event of its copy
-    copied: deque[tuple[Any, Any]] = deque()  # batch here, the same event: kept until that
-    failed: list[Exception] = []
-    batches = _until(batches, failed)
-
-    def start() -> bool:
-        """Start the copy of one more batch; False when there is none."""
-        for batch in batches:
-            tensors: list[torch.Tensor] = []
-            with stream if itself else module.stream(stream):
-                event = module.Event()
-                copied.append((batch, event))
-                try:
-                    there = _map(batch, functools.partial(_moved, device, tensors))
-                finally:  # also behind the first tensor, when the second fails
-                    event.record(stream)
-            on_their_way.append((there, tensors, event))
-            return True
-        return False
-
-    try:
-        while on_their_way or start():
-            there, tensors, event = on_their_way.popleft()
-            now = module.current_stream(stream.device_index)  # a number, which need not be looked up
-            now.wait_event(event)
-            # Memory that was made on the one stream and is used on the other must not be given out again in between.
-            _record(tensors, now)
-            tensors.clear()
-            while copied and copied[0][1].query():
-                copied.popleft()
-            while len(on_their_way) < depth and ready() and start():
-                pass
-            yield there
-            del there
-    except BaseException:
-        failed.clear()  # its traceback keeps the epoch, and itself
-        raise
-    finally:  # also when the loop is left: the feeders would fill the memory again while it is read
-        # Where the device failed, or is the parent's, whoever uses it next is told.
-        with contextlib.suppress(RuntimeError):
+    def begin(self, batch: Any) -> Any:
+        stream = self._stream  # a context manager by itself since PyTorch 2.7, and quicker
+        with stream if hasattr(stream, "__enter__") else self._module.stream(stream):
             try:
-                stream.synchronize()
-            except BaseException:  # a signal's handler, before it began
-                stream.synchronize()
-                raise
-    if failed:
-        raise failed.pop()
+                return _map(batch, functools.partial(_moved, self._device, self._tensors))
+            finally:  # also behind the first tensor, when the second fails
+                self._event.record(stream)
 
+    def arrive(self) -> None:
+        now = self._module.current_stream(self._stream.device_index)  # a number, which need not be looked up
+        now.wait_event(self._event)
+        # Memory that was made on the one stream and is used on the other must not be given out again in between.
+        _record(self._tensors, now)
+        self._tensors.clear()
 
-def _until(batches: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
-    """The batches until they fail: those before that are on their way yet, and are to arrive."""
-    try:
-        yield from batches
-    except Exception as error:  # noqa: BLE001  # of whatever iterable, raised again
-        failed.append(error)
+    def wait(self) -> None:
+        self._stream.synchronize()  # not the event, which an interrupt may have left without a record
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())
 
 
 def _record(tensors: Iterable[torch.Tensor], stream: Any) -> None:

@@ -81,7 +81,7 @@ class Loader(BaseLoader[dict[str, Any]]):
         return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
+        """Begin an epoch; older iterators of this loader end with an error."""
         return self.begin() if self.device is None else prefetched(self.begin, self.device)
 
     def __getitem__(self, index: object) -> NoReturn:

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 Script = Callable[..., dict[str, Any]]
 
 
-def run_script(name: str, *arguments: object, seconds: float = 240) -> Any:
+def run_script(name: str, *arguments: object, seconds: float = 480) -> Any:
     """What a script in ``scripts/`` prints within ``seconds``: one line of JSON."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},

@@ -6,7 +6,7 @@ Imported by the scripts beside it, which are run as processes of their own, and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,21 @@ def put(
     compression: str | None = None,
 ) -> str:
     """Commit one shard of the samples with these numbers; gives its id."""
-    kind, block = get_format(format), Block.from_samples(schema, [sample(schema, n) for n in numbers])
+    samples = [sample(schema, n) for n in numbers]
+    return put_samples(cache, samples, format=format, schema=schema, dataset=dataset, compression=compression)
+
+
+def put_samples(
+    cache: CacheDir,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    schema: Schema,
+    format: str = "lmdb",
+    dataset: str = "default",
+    compression: str | None = None,
+) -> str:
+    """Commit one shard of these samples; gives its id."""
+    kind, block = get_format(format), Block.from_samples(schema, samples)
     cache.declare(dataset, schema)
     bound = shard_bound(kind, schema, block.samples, block.nbytes)
     with cache.stage(dataset=dataset, schema=schema, format=format, bound=bound) as staging:

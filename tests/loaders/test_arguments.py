@@ -25,9 +25,10 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed import processes
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.other_names import OF_LOADERS
 from cachetool.loaders.ring.memory import MOST_KEPT
 from cachetool.loaders.ring.ring import Ring
-from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, DevicePrefetcher, EpochSampler
+from cachetool.loaders.torch import CacheDataset, DevicePrefetcher, EpochSampler, LMDBDataset
 from cachetool.loaders.torch import Loader as TorchLoader
 from tests.loaders.numbered import put
 
@@ -106,8 +107,25 @@ def test_as_many_batches_as_a_ring_has_room_for_are_ready_and_kept(cache: CacheD
 
 @pytest.mark.parametrize("made", [Loader, TorchLoader])
 def test_a_keyword_that_there_is_not_is_said_of_the_loader(made: Any, cache: CacheDir) -> None:
-    with pytest.raises(TypeError, match=r"^Loader\.__init__\(\) got an unexpected keyword argument 'num_workers'"):
-        made(cache, batch_size=4, num_workers=2)
+    with pytest.raises(TypeError, match=r"^Loader\.__init__\(\) got an unexpected keyword argument 'colour'"):
+        made(cache, batch_size=4, colour=2)
+
+
+@pytest.mark.parametrize("made", [Loader, TorchLoader])
+def test_an_argument_of_a_data_loader_is_answered_by_its_name_here(made: Any, cache: CacheDir) -> None:
+    for name, answer in OF_LOADERS.items():
+        with pytest.raises(UsageError, match=f"^{name}=2 is no argument here: {re.escape(answer)}$"):
+            made(cache, batch_size=4, **{name: 2})
+        offered = set(re.findall(r"(\w+)=", answer))
+        assert offered <= {*inspect.signature(TorchLoader).parameters}, "an argument that no loader has"
+        assert offered or "leave it out" in answer
+
+
+@pytest.mark.parametrize("made", [CacheDataset, LMDBDataset])
+@pytest.mark.parametrize("name", ["where", "split", "validation"])
+def test_a_dataset_for_a_data_loader_says_that_a_loader_selects_samples(made: Any, name: str, cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match=rf"^{name}=.* is no argument here: .*torch\.Loader has .*{name}="):
+        made(cache, **{name: {"number": 1}})
 
 
 def test_more_workers_than_there_are_addresses_for_are_refused(
@@ -164,11 +182,11 @@ def test_an_order_is_of_a_dataset_of_ours(cache: CacheDir) -> None:
 def test_seeds_and_epochs_of_samplers_and_datasets_are_whole_numbers(cache: CacheDir) -> None:
     with pytest.raises(UsageError, match="seed='x' is not a whole number"):
         EpochSampler(CacheDataset(cache), seed="x")  # type: ignore[arg-type]
-    for made in (EpochSampler(CacheDataset(cache)), CacheIterableDataset(cache)):
-        with pytest.raises(UsageError, match="epoch='x' is not a whole number"):
-            made.set_epoch("x")  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="epoch=-1 cannot be used: 0 or more"):
-            made.set_epoch(-1)
+    sampler = EpochSampler(CacheDataset(cache))
+    with pytest.raises(UsageError, match="epoch='x' is not a whole number"):
+        sampler.set_epoch("x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="epoch=-1 cannot be used: 0 or more"):
+        sampler.set_epoch(-1)
 
 
 @pytest.mark.parametrize("what", [None, 3, b"s3://user:secret@bucket"])

@@ -19,7 +19,8 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
 from cachetool.loaders.epoch import Epoch
-from cachetool.loaders.feed import processes, threads
+from cachetool.loaders.feed import in_process, processes
+from cachetool.loaders.feed.in_process import InProcess
 from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.numpy import Loader
@@ -74,6 +75,7 @@ PLACES = [
         for workers in (0, 1)
         for function in (BaseLoader._fed, BaseLoader._started, Epoch._fill, Epoch._fetch, Epoch._release, Epoch._taken)
     ),
+    *((0, function) for function in (InProcess.begin, InProcess.take, InProcess.delivered, InProcess._using)),
     *((1, function) for function in (Processes.begin, Processes._ask, Processes._answer, Processes.take)),
 ]
 
@@ -114,7 +116,7 @@ def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: An
 def test_a_handler_may_close_a_loader_while_the_catalog_is_asked(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread, which would wait for the same lock, is waited for no longer than it takes at most."""
+    """The call that it interrupts gives the lease back."""
     told = EpochSnapshots.delivered
 
     def closing(self: EpochSnapshots, *arguments: Any) -> None:
@@ -139,7 +141,7 @@ def test_closing_ends_a_wait_for_samples_and_no_snapshot_is_taken_then(
             timer = threading.Timer(0.3, loader.close)  # its feeder waits, or has not begun yet: it is the same
             timer.start()
         else:
-            monkeypatch.setattr(threads.Talk, "tell", lambda *_: (loader.close(), put(cache, range(8))))
+            monkeypatch.setattr(in_process.Talk, "tell", lambda *_: (loader.close(), put(cache, range(8))))
         with pytest.raises(CacheToolError, match="closed"):
             iter(loader)
         assert leases(cache) == []
@@ -153,7 +155,7 @@ def test_an_interrupt_while_samples_are_waited_for_leaves_nobody_waiting(
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         _ = cache.catalog
         loader = Loader(cache, batch_size=4, fields=["number"], workers=workers, wait=100)
-        kind: Any = threads.Thread if workers == 0 else processes.Processes
+        kind: Any = InProcess if workers == 0 else Processes
         begin = kind.begin
 
         def interrupted(*arguments: Any) -> Any:
@@ -178,20 +180,49 @@ def test_an_interrupt_while_samples_are_waited_for_leaves_nobody_waiting(
         loader.close()
 
 
-def test_closing_does_not_wait_for_a_transform_whose_thread_gives_the_lease_back(cache: CacheDir) -> None:
-    begun, goes = threading.Event(), threading.Event()
-
-    def waiting(sample: dict[str, Any]) -> dict[str, Any]:
-        begun.set()
-        goes.wait(60)
+def test_a_loader_that_is_closed_while_a_batch_is_made_here_gives_its_lease_back(cache: CacheDir) -> None:
+    def closing(sample: dict[str, Any]) -> dict[str, Any]:
+        loader.close()
+        held.append(len(leases(cache)))  # what is being read stays until the batch ends
         return sample
 
-    with Loader(cache, batch_size=4, workers=0, transform=waiting) as loader:
-        _ = iter(loader)
-        assert begun.wait(60)
-    assert len(leases(cache)) == 1
-    goes.set()
-    until(lambda: not leases(cache))
+    held: list[int] = []
+    loader = Loader(cache, batch_size=4, workers=0, transform=closing)
+    with pytest.raises(CacheToolError, match="closed while a batch was waited for"):
+        next(iter(loader))
+    assert held[0] == 1
+    assert leases(cache) == []
+    loader.close()
+
+
+def test_an_interrupt_in_a_transform_that_runs_here_ends_the_loop_and_the_epoch_goes_on(cache: CacheDir) -> None:
+    def interrupted(sample: dict[str, Any]) -> dict[str, Any]:
+        if int(sample["number"]) == stop[0]:
+            raise KeyboardInterrupt
+        return {"number": sample["number"]}
+
+    stop = [33]
+    with Loader(cache, batch_size=4, workers=0, transform=interrupted, shuffle=False) as loader:
+        before: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            before.extend(n for batch in loader for n in batch["number"].tolist())
+        state, stop[0] = loader.state_dict(), -1
+        loader.load_state_dict(state)
+        assert before + [n for batch in loader for n in batch["number"].tolist()] == list(range(60))
+
+
+def test_a_handler_may_save_the_state_while_a_batch_is_made_here(cache: CacheDir) -> None:
+    def saving(sample: dict[str, Any]) -> dict[str, Any]:
+        if int(sample["number"]) == 20:
+            states.append(loader.state_dict())
+        return {"number": sample["number"]}
+
+    states: list[dict[str, Any]] = []
+    with Loader(cache, batch_size=4, workers=0, transform=saving, shuffle=False) as loader:
+        numbers = [n for batch in loader for n in batch["number"].tolist()]
+        assert numbers == list(range(60))
+        loader.load_state_dict(states[0])
+        assert [n for batch in loader for n in batch["number"].tolist()] == list(range(20, 60))
 
 
 HOLDS = """

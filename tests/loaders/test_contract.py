@@ -394,6 +394,7 @@ def cut(loader: Any, cache: CacheDir, *, count: int = 0) -> None:
             next(batches)
         if epoch == 0:
             grow(cache)
+            loader.refresh()
     del batches
 
 
@@ -426,6 +427,7 @@ def test_a_cut_epoch_is_said_once_in_all(make: Make, cache: CacheDir, capfd: pyt
     for _ in range(3):
         taken(iter(loader), 15)
         grow(cache)
+        loader.refresh()
     loader.close()
     assert [line[: len(LINE)] for line in said(capfd)] == [LINE]
 
@@ -448,6 +450,7 @@ def test_a_cut_epoch_is_said_when_the_process_ends_without_close(workers: int, c
                     break
             if epoch == 0:
                 put(cache, range(60, 80))
+                loader.refresh()
         """,
         cache.root,
         workers,
@@ -472,6 +475,7 @@ def test_epochs_that_are_read_whole_by_their_own_lengths_are_no_cut(
         batches = iter(loader)
         assert len(taken(batches, len(loader))) == 60 + 20 * epoch  # never asked for more, as trainers do
         grow(cache)
+        loader.refresh()
     del batches
     loader.close()
     assert said(capfd) == []
@@ -508,6 +512,7 @@ def test_another_rank_than_the_first_says_nothing(
         for _ in range(2):
             taken(iter(loader), kept)
             grow(cache)
+            loader.refresh()
         loader.close()
         lines = said(capfd)
         assert len(lines) == (rank == 0)
@@ -524,6 +529,7 @@ def test_epochs_of_a_fixed_length_go_on_through_passes_that_grow(make: Make, cac
         assert len(view) == 10
         got.append(numbers(view))
         grow(cache)
+        loader.refresh()
     together = [number for each in got for number in each]
     # 60, then a pass begun after one epoch and a half, when 40 more samples were there
     assert sorted(together[:60]) == list(range(60))

@@ -32,7 +32,7 @@ def test_nothing_is_left_however_iterating_ended(whose: str, workers: int, cache
 
     running = found.pop("while it runs")
     assert running["leases"] in (1, 2)  # of the epoch that comes too
-    assert [running["processes"], running["threads"]] == ([workers + 1, 0] if workers else [0, 1])
+    assert [running["processes"], running["threads"]] == [workers + 1 if workers else 0, 0]
     assert (running["segments"] > 0) == (workers > 0)
     assert list(found) == [*ENDS, *(["killed_leader", "killed_follower"] if workers else [])]
     for end, left in found.items():
@@ -89,7 +89,7 @@ def test_datasets_for_pytorch_read_780_shards_with_256_descriptors(tmp_path: Pat
 
     found = run_script("torch_many.py", root, 256, seconds=1000)
 
-    assert len(found) == 6
+    assert len(found) == 4
     for name, epochs in found.items():
         assert epochs == [list(range(600 if name.startswith("LMDB") else 1560))] * 2, name
 

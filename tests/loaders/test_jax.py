@@ -72,6 +72,10 @@ def test_nothing_is_left_of_an_iterator_that_was_abandoned(seen: dict[str, Any])
     assert seen["live"] == 0
 
 
+def test_a_batch_here_is_kept_until_its_copy_has_arrived_and_no_longer(seen: dict[str, Any]) -> None:
+    assert seen["kept until they arrive"] == [[0, 1], [False, False, True, True]]
+
+
 def test_what_is_no_size_and_what_gives_no_batches_are_refused(seen: dict[str, Any]) -> None:
     assert seen["refused"] == [
         "size=0 cannot be used: at least 1",

@@ -256,16 +256,16 @@ def test_a_size_that_no_file_has_is_refused_before_memory_is_asked_for(tmp_path:
 
 
 def test_a_split_reads_its_keys_beyond_the_limit(tmp_path: Path, few_maps: Callable[[int], None]) -> None:
-    from cachetool.loaders.split import Split
+    from cachetool.loaders.selection import Selection
     from tests.loaders.numbered import KEYED
 
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
         for number in range(SHARDS):
             put(cache, range(EACH * number, EACH * number + EACH), schema=KEYED)
         view = view_of(cache)
-    whole = Split("train", 0.3).chosen(view).tolist()
+    whole = Selection("train", 0.3, None).chosen(view).tolist()
     few_maps(10)
-    assert Split("train", 0.3).chosen(view).tolist() == whole
+    assert Selection("train", 0.3, None).chosen(view).tolist() == whole
     assert 0 < len(whole) < view.samples
 
 
@@ -314,7 +314,7 @@ def epoch(loader):
 with open_cache(sys.argv[1]) as cache, Loader(cache, batch_size=9, workers=2, verify=True) as loader:
     first = epoch(loader)
     put(cache, range(500, 504))
-    loader.epoch = 1
+    loader.refresh()
     second = epoch(loader)
     batches = iter(loader)
     some = [next(batches) for _ in range(3)]

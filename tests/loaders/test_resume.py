@@ -15,7 +15,7 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.errors import CacheToolError, UsageError
-from cachetool.loaders.feed import threads
+from cachetool.loaders.feed.batches import Maker
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.read import unmapped
 from cachetool.loaders.ring import memory as ring_memory
@@ -430,7 +430,7 @@ def test_a_transform_that_leaves_the_process_is_an_error(workers: int, cache: Ca
         next(iter(loader))
 
 
-def test_a_feeder_thread_that_fails_is_an_error_and_another_one_is_started(
+def test_a_batch_that_cannot_be_made_here_is_an_error_and_the_epoch_begins_again(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -438,24 +438,9 @@ def test_a_feeder_thread_that_fails_is_an_error_and_another_one_is_started(
 
     with opened(cache, workers=0) as loader:
         with monkeypatch.context() as patch:
-            patch.setattr(threads, "work", fail)
+            patch.setattr(Maker, "_schema", fail)
             with pytest.raises(CacheToolError, match="a feeder failed: MemoryError: no room"):
                 next(iter(loader))
-        assert sorted(numbers(loader)) == list(range(60))
-
-
-def test_a_look_ahead_that_fails_does_not_end_the_present_epoch(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(24, "Too many open files")
-
-    with opened(cache, workers=0) as loader:
-        batches = iter(loader)
-        first = numbers([next(batches)])
-        with monkeypatch.context() as patch:
-            patch.setattr("cachetool.loaders.snapshots.epochs.EpochSnapshots._look_ahead", fail)
-            assert sorted(first + numbers(batches)) == list(range(60))
         assert sorted(numbers(loader)) == list(range(60))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from cachetool.cache import CacheDir
 from cachetool.core.errors import UsageError
 from cachetool.loaders.torch import CacheDataset, EpochSampler
+from tests.loaders.conftest import run_script
 from tests.loaders.numbered import put
 
 
@@ -106,3 +108,12 @@ def test_what_is_no_state_of_this_sampler_is_refused(change: dict[str, Any], say
         state = {**indices.state_dict(), **change}
         with pytest.raises(UsageError, match=says):
             indices.load_state_dict(state)
+
+
+def test_a_stateful_data_loader_goes_on_in_the_middle_of_an_epoch_while_the_cache_grows(tmp_path: Path) -> None:
+    """torchdata's, with 0 and 2 workers, which stay or not, and as two ranks of one run."""
+    seen = run_script("torch_stateful.py", tmp_path / "cache")
+    assert len(seen["cases"]) == 5
+    for case, facts in seen["cases"].items():
+        assert all(facts.values()), (case, facts)
+    assert seen["leases"] == 0

@@ -14,6 +14,8 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.feed.protocol import EpochTimes
+from cachetool.loaders.ring import ring as ring_module
+from cachetool.loaders.ring import slot as slot_module
 from cachetool.loaders.ring.ring import Ring, RingWriter
 from cachetool.loaders.ring.slot import Batch, SlotReader, SlotWriter
 from cachetool.proc.lines import described
@@ -193,6 +195,50 @@ def test_what_comes_out_of_a_slot_is_what_was_put_in_whatever_was_there_before(
                 np.testing.assert_array_equal(found, column)
         del batch, found
     ring.close()
+
+
+@pytest.mark.parametrize(
+    ("ready", "events", "slots"),
+    [
+        (None, "", 4),
+        (None, "full full full", 4),  # a consumer that is slower than its feeder
+        (None, "waited waited", 4),  # a feeder that is slower than its consumer
+        (None, "waited full", 4),
+        (None, "full waited", 4),
+        (None, "full waited waited waited", 4),
+        (None, "full waited full waited", 8),
+        (None, "full waited full full full waited", 4),  # too rarely
+        (None, "full waited full waited full waited", 16),
+        (None, "full waited full waited full waited full waited", 16),
+        (3, "full waited full waited", 3),
+    ],
+)
+def test_a_feeder_gets_more_slots_once_its_consumer_waits_again_and_again_though_none_was_free(
+    ring: Ring, ready: int | None, events: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_module, "_READY_BYTES", 2**21)
+    monkeypatch.setattr(slot_module, "_LEAST_READY_BYTES", 0)
+    monkeypatch.setattr(ring_module, "_LOOK", 0.0)
+    schema, count = Schema((Field("x", "<i8", (2**13,)),)), ring._head.count
+    writer, reader = SlotWriter(RingWriter(ring.fd), ready=ready), SlotReader(ring)
+
+    def send() -> None:
+        assert writer.open()
+        writer.begin(schema)
+        writer.commit(1, 0, {"x": writer.values(schema["x"], (1, 2**13))})
+
+    send()
+    for event in events.split():
+        if event == "full":
+            for _ in range(count[0] - 1):
+                send()
+            assert not writer.open(lambda: True)
+        else:
+            ring.late()
+        while ring.poll():
+            assert reader.take(1) is not None
+        send()
+    assert count[0] == slots
 
 
 def test_large_arrays_begin_in_the_middle_of_a_page(ring: Ring) -> None:

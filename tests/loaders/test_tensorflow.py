@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.advice.conftest import World
 from tests.loaders.conftest import run_script
 
 pytestmark = pytest.mark.timeout(900)  # TensorFlow, from a disk that is busy with it for the first time, took 150 s
@@ -43,6 +46,7 @@ def test_every_epoch_reads_what_is_in_the_cache_when_it_begins(seen: dict[str, A
 def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
     assert seen["shuffled"]
     assert seen["seed"] == [True, True, False]
+    assert seen["user's seed"] == [True, True]  # neither used nor changed
     assert seen["epochs"] == [False, True]
     assert "has other fields by now; call make_dataset() again" in seen["other fields"]
     assert seen["one file"] == [False, False, False, 300, 300]
@@ -105,8 +109,7 @@ def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> No
         assert "shards in hdf5" in message
         assert "cachetool convert --to tfrecord --cache /" in message
     assert "the folder has shards in lmdb" in seen["other folder"]
-    assert seen["other folder"].endswith("/in lmdb'")
-    assert "cachetool convert --to tfrecord --out NEW '/" in seen["other folder"]
+    assert seen["other folder"].endswith("/in lmdb' --to tfrecord --out NEW")
     assert "batch_size=0 cannot be used: at least 1" in seen["no batch"]
     assert "shuffle_buffer=-1 cannot be used" in seen["no buffer"]
     assert seen["no seed"] == "seed='x' is not a whole number"
@@ -117,6 +120,15 @@ def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> No
     assert seen["left by errors"] == 0
     assert len(seen["emptied"]) == 2
     assert all("has no samples; fill it: cachetool pull SOURCE --to tfrecord" in said for said in seen["emptied"])
+
+
+@pytest.mark.parametrize("what", ["other format", "other folder", "emptied"])
+def test_the_command_that_is_advised_works(seen: dict[str, Any], tmp_path: Path, what: str) -> None:
+    world = World(tmp_path)
+    (said,) = seen[what][:1] if what == "emptied" else [seen[what]]
+    world.note(said)
+    root = Path(re.findall("/\\S*", said)[-1].rstrip("'")).parent
+    world.advised(NEW="new", SOURCE=f"{root}/samples --no-key")
 
 
 def test_the_pieces_serve_a_pipeline_of_ones_own(seen: dict[str, Any]) -> None:

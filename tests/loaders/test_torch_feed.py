@@ -83,8 +83,8 @@ def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: 
     assert all(found["same"])
     assert found["own"] == ["OrderedDict", ["y", "x"], "meta", "text", "cpu", "meta", [3, 2, 1], "meta"]
     assert found["order"] == [
-        *("on its own stream", "record 1"),
-        *("wait 1", "on its own stream", "record 2", "on its own stream", "record 3", "on its own stream", "record 4"),
+        *("on its own stream", "record 1", "on its own stream", "record 2"),
+        *("on its own stream", "record 3", "on its own stream", "record 4", "wait 1"),
     ]
     assert found["kept until done"]
     assert found["recorded"]
@@ -165,7 +165,9 @@ def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 9])
-def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(depth: int) -> None:
+def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Event:
         query = staticmethod(lambda: True)
         record = staticmethod(lambda *_: None)
@@ -181,7 +183,8 @@ def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(de
         yield from range(5)
         raise KeyError("the sixth")
 
+    monkeypatch.setattr(torch_device, "_module", lambda _: device)
     arrived: list[int] = []
     with pytest.raises(KeyError, match="the sixth"):
-        arrived.extend(torch_device._copied(failing(), torch.device("meta"), depth, device))
+        arrived.extend(torch_device.DevicePrefetcher(failing(), "meta", depth=depth))
     assert arrived == list(range(5))

@@ -1,10 +1,11 @@
-"""When a loader looks for a newer snapshot than the one that it has ready."""
+"""Which snapshot the next epoch reads, and when it is taken, discarded and given up."""
 
 from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,6 @@ from cachetool.loaders.numpy import Loader
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import epochs as module
 from cachetool.loaders.snapshots.epochs import EpochSnapshots
-from cachetool.loaders.snapshots.follow import CacheSubscription
 from cachetool.loaders.snapshots.waiting import NotYet
 from tests.loaders.numbered import leases, put
 
@@ -23,149 +23,222 @@ DELIVERED = Delivered(1.0, 6, 0, 0.0)
 
 
 @pytest.fixture
-def snapshots(cache: CacheDir) -> Iterator[EpochSnapshots]:
-    """At the end of its first epoch: all its batches are made and the next snapshot is taken."""
-    published: list[EpochPlan] = []
+def published() -> list[EpochPlan]:
+    """The plans that feeders were told."""
+    return []
+
+
+@pytest.fixture
+def snapshots(cache: CacheDir, published: list[EpochPlan]) -> Iterator[EpochSnapshots]:
+    """Of a loader that begins its first epoch."""
     opened = EpochSnapshots(Settings(str(cache.root), batch_size=10), published.append)
-    opened.exhausted(opened.begin(0).generation)
+    opened.begin(0)
     yield opened
     opened.close()
 
 
-@pytest.fixture
-def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ONWARD", 1e9)
+def follow(snapshots: EpochSnapshots) -> None:
+    """All batches of the present epoch are made, and half of them delivered."""
+    snapshots.made(snapshots._generation)
+    snapshots.half_delivered(snapshots._generation)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ONWARD", -1.0)
-    monkeypatch.setattr(module, "_LONGEST", -1.0)
-    monkeypatch.setattr(module, "_FRESH", -1.0)
+def leased(snapshots: EpochSnapshots) -> str:
+    """The state, as the table in the module has it."""
+    parts = {"reading": snapshots._reading, "ahead": snapshots._ahead}
+    return ", ".join(name for name, part in parts.items() if part is not None) or "nothing"
 
 
-def test_a_snapshot_that_was_just_the_newest_is_used_while_others_hold_the_catalog(
-    long: None, cache: CacheDir, snapshots: EpochSnapshots
+def in_state(cache: CacheDir, state: str) -> tuple[EpochSnapshots, int]:
+    """Snapshots in a state of the table, and the generation of the epoch that they read or read last."""
+    snapshots = EpochSnapshots(Settings(str(cache.root), batch_size=10, hold=0.0), print)
+    generation = snapshots.begin(0).generation
+    if state in ("reading, ahead", "ahead"):
+        follow(snapshots)
+    if state in ("nothing", "ahead"):
+        snapshots.delivered(generation, DELIVERED)
+        snapshots.finish_epochs()
+    if state.startswith("reading"):
+        snapshots.left(generation)  # nobody has its iterator: it is given up with hold=
+    assert leased(snapshots) == state
+    return snapshots, generation
+
+
+def table() -> list[tuple[str, str, str]]:
+    """State, event and state after it, out of the docstring."""
+    lines = [line for line in (module.__doc__ or "").splitlines() if line.startswith("    ")]
+    events = ("made", "delivered", "refresh", "prepare", "begin", "held")
+    starts = [lines[0].index(event) for event in events]
+    cuts = [0, *starts, len(lines[0]) + 20]
+    rows = [[line[a:b].strip() for a, b in pairwise(cuts)] for line in lines[2:]]
+    return [
+        (state, event, state if cell == "-" else cell)
+        for state, *cells in rows
+        for event, cell in zip(events, cells, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("state", "event", "then"), table())
+def test_each_event_leads_to_the_state_that_the_table_says(state: str, event: str, then: str, cache: CacheDir) -> None:
+    snapshots, generation = in_state(cache, state)
+    do: dict[str, Callable[[], object]] = {
+        "made": lambda: (snapshots.made(generation), snapshots.half_delivered(generation)),
+        "delivered": lambda: snapshots.delivered(generation, DELIVERED),
+        "refresh": snapshots.refresh,
+        "prepare": lambda: snapshots.prepare(1),
+        "begin": lambda: snapshots.begin(1),
+        "held": snapshots.tick,
+    }
+    do[event]()
+
+    assert leased(snapshots) == then
+    snapshots.finish_epochs()
+    assert len(leases(cache)) == (0 if then == "nothing" else then.count(",") + 1)
+    snapshots.close()
+    assert leases(cache) == []
+
+
+@pytest.mark.parametrize("first", ["made", "half_delivered"])
+def test_the_next_snapshot_is_taken_when_batches_are_made_and_half_of_them_delivered_in_whatever_order(
+    first: str, cache: CacheDir, snapshots: EpochSnapshots, published: list[EpochPlan]
 ) -> None:
-    snapshots.exhausted(snapshots.begin(1, surely=True).generation)
+    second = {"made": "half_delivered", "half_delivered": "made"}[first]
+    getattr(snapshots, first)(1)
+    getattr(snapshots, first)(1)
+    assert len(published) == 1
+    put(cache, range(60, 80))
+    getattr(snapshots, second)(1)
+    put(cache, range(80, 100))
+    getattr(snapshots, second)(1)
+
+    assert [(plan.epoch, plan.samples) for plan in published] == [(0, 60), (1, 80)]
+
+
+def test_the_next_epoch_is_of_the_snapshot_taken_for_it_while_others_hold_the_catalog(
+    cache: CacheDir, snapshots: EpochSnapshots
+) -> None:
+    follow(snapshots)
+    put(cache, range(60, 80))
     with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
-        snapshots.delivered(2, DELIVERED)
-        plan = snapshots.begin(2, surely=False)
+        snapshots.delivered(1, DELIVERED)
+        length = snapshots.prepare(1).samples
+        plan = snapshots.begin(1)
         other.execute("ROLLBACK")
 
-    assert (plan.epoch, plan.samples) == (2, 60)
+    assert (plan.epoch, plan.samples, length) == (1, 60, 60)
 
 
-def test_what_came_since_is_in_the_next_epoch_when_the_process_committed_it_itself(
-    long: None, cache: CacheDir, snapshots: EpochSnapshots
+def test_a_next_snapshot_that_cannot_be_had_ends_neither_the_present_epoch_nor_the_next(
+    cache: CacheDir, snapshots: EpochSnapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EpochSnapshots, "_take", fail)
+        follow(snapshots)
+        snapshots.delivered(1, DELIVERED)
+    assert snapshots.begin(1).samples == 60
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_refresh_lets_the_next_epoch_read_what_came_since(
+    ended: bool, cache: CacheDir, snapshots: EpochSnapshots
+) -> None:
+    follow(snapshots)
     put(cache, range(60, 80))
-    assert snapshots.begin(1, surely=True).samples == 80
+    if ended:
+        snapshots.delivered(1, DELIVERED)
+    snapshots.refresh()
+    put(cache, range(80, 100))
+    if not ended:
+        follow(snapshots)  # it is taken once
+        snapshots.delivered(1, DELIVERED)
+
+    assert snapshots.prepare(1).samples == 100
+    assert snapshots.begin(1).samples == 100
 
 
-def test_what_came_since_is_in_an_epoch_that_begins_late(
-    short: None, cache: CacheDir, snapshots: EpochSnapshots
-) -> None:
-    snapshots.delivered(1, DELIVERED)
+def test_a_length_is_that_of_the_epoch_that_follows(cache: CacheDir) -> None:
+    snapshots = EpochSnapshots(Settings(str(cache.root), batch_size=10), print)
+    assert snapshots.prepare(0).samples == 60
     put(cache, range(60, 80))
-
-    assert snapshots.begin(1, surely=False).samples == 80
-
-
-@pytest.mark.parametrize(("fresh", "samples"), [(10.0, 60), (-1.0, 80)])
-def test_an_epoch_that_begins_at_once_has_what_was_there_when_its_batches_were_made_unless_that_was_long_ago(
-    fresh: float, samples: int, long: None, cache: CacheDir, snapshots: EpochSnapshots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_FRESH", fresh)
-    put(cache, range(60, 80))
-    snapshots.delivered(1, DELIVERED)
-
-    assert snapshots.begin(1, surely=False).samples == samples
-    snapshots.exhausted(snapshots._generation)
-    snapshots.delivered(snapshots._generation, DELIVERED)
-    assert snapshots.begin(2, surely=False).samples == 80
+    assert snapshots.prepare(0).samples == snapshots.begin(0).samples == 60
+    snapshots.close()
 
 
-def test_a_renewed_snapshot_has_one_lease_and_the_one_before_it_none(
-    short: None, cache: CacheDir, snapshots: EpochSnapshots
-) -> None:
-    before = leases(cache)
-    put(cache, range(60, 80))
-    snapshots.delivered(1, DELIVERED)
-
-    assert len(before) == len(leases(cache)) == 2
-    snapshots.finish_epochs()
-    assert leases(cache) == [cache.version]
-
-
-def test_a_snapshot_that_became_too_small_is_waited_for(
-    short: None, cache: CacheDir, snapshots: EpochSnapshots
-) -> None:
+def test_a_snapshot_that_became_too_small_is_waited_for(cache: CacheDir, snapshots: EpochSnapshots) -> None:
+    follow(snapshots)
     with pytest.raises(CapBlocked):  # by the snapshots; their shards are in no new one
         cache.evict(max_size=1_150_000)
+    snapshots.refresh()
     with pytest.raises(NotYet):
-        snapshots.begin(1, surely=False)
+        snapshots.begin(1)
     put(cache, range(60, 80))
-    assert snapshots.begin(1, surely=False).samples == 20
+    assert snapshots.begin(1).samples == 20
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_begins_late_finds_the_snapshot_of_one_that_is_through_with_it(
-    short: None, rank: int, cache: CacheDir
-) -> None:
+def test_a_rank_that_begins_late_finds_the_snapshot_of_one_that_is_through_with_it(rank: int, cache: CacheDir) -> None:
     ranks = [
         EpochSnapshots(Settings(str(cache.root), batch_size=5, run="run", rank=r, world_size=2), print) for r in (0, 1)
     ]
     for each in ranks:
-        each.exhausted(each.begin(0).generation)
-        each.delivered(1, DELIVERED)
+        each.delivered(each.begin(0).generation, DELIVERED)
     early, late = ranks[rank], ranks[1 - rank]
-    plan = early.begin(1, surely=False)
+    plan = early.begin(1)
     early.finish_epochs()
-    early.exhausted(plan.generation)
     early.delivered(plan.generation, DELIVERED)
     assert not early.has_unfinished
     put(cache, range(60, 80))
 
-    assert late.begin(1, surely=False).view == plan.view
+    assert late.begin(1).view == plan.view
     late.finish_epochs()
-    late.delivered(late.begin(1).generation, DELIVERED)
+    late.delivered(late._generation, DELIVERED)
     early.begin(2)
     early.finish_epochs()
-    assert late.begin(2).samples == early._current.plan.samples  # type: ignore[union-attr]
+    assert late.begin(2).samples == early._begun.plan.samples == 80  # type: ignore[union-attr]
     for each in ranks:
         each.close()
     assert not leases(cache)
+
+
+@pytest.mark.parametrize("begins", ["all refresh first", "one begins before the other refreshes"])
+def test_ranks_read_one_snapshot_after_a_refresh(begins: str, cache: CacheDir) -> None:
+    ranks = [
+        EpochSnapshots(Settings(str(cache.root), batch_size=5, run="run", rank=r, world_size=2), print) for r in (0, 1)
+    ]
+    for each in ranks:
+        each.begin(0)
+        follow(each)
+        each.delivered(1, DELIVERED)
+    put(cache, range(60, 80))
+    ranks[0].refresh()
+    if begins == "all refresh first":
+        ranks[1].refresh()
+    plans = [ranks[0].begin(1)]
+    ranks[1].refresh()
+    plans.append(ranks[1].begin(1))
+
+    assert plans[0].view == plans[1].view
+    assert plans[0].samples == (80 if begins == "all refresh first" else 60)
+    for each in ranks:
+        each.close()
 
 
 def test_snapshots_of_several_ranks_that_nothing_follows_end_after_a_while(cache: CacheDir) -> None:
     snapshots = EpochSnapshots(
         Settings(str(cache.root), batch_size=5, run="run", world_size=2, epochs=1, hold=0.0), print
     )
-    snapshots.delivered(snapshots.begin(0).generation, DELIVERED)
+    generation = snapshots.begin(0).generation
+    follow(snapshots)
+    snapshots.delivered(generation, DELIVERED)
     assert len(leases(cache)) == 1
 
     assert snapshots.tick() is None
     assert not leases(cache)
     assert snapshots.tick() is None
-    snapshots.close()
-
-
-def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snapshot(
-    short: None, cache: CacheDir
-) -> None:
-    published: list[EpochPlan] = []
-    snapshots = EpochSnapshots(Settings(str(cache.root), batch_size=10, run="run"), published.append)
-    snapshots.exhausted(snapshots.begin(0).generation)
-    other = CacheSubscription(cache, run="run")
-    other.newest(epoch=1)
-    put(cache, range(60, 80))
-    snapshots.delivered(1, DELIVERED)
-
-    assert snapshots.begin(1) == published[-1]
-    assert len(published) == 2
-    other.close()
     snapshots.close()
 
 
@@ -180,7 +253,7 @@ def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
     snapshots.finish_epochs()
 
     assert not snapshots.has_unfinished
-    assert leases(cache) == [cache.version]
+    assert leases(cache) == []
 
 
 NOT_COUNTED = "cachetool: an epoch was not counted: catalog"
@@ -211,11 +284,13 @@ def test_a_catalog_that_is_lost_in_an_epoch_ends_the_next_one(
 def test_a_catalog_that_is_lost_once_the_next_epoch_is_made_ends_that_one(
     cache: CacheDir, snapshots: EpochSnapshots, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    follow(snapshots)
     cache.layout.catalog.write_bytes(b"no catalog")
     snapshots.delivered(1, DELIVERED)
     snapshots.finish_epochs()
+    snapshots.refresh()
     with pytest.raises(CatalogError, match="file is not a database"):
-        snapshots.begin(1, surely=True)
+        snapshots.begin(1)
     snapshots.close()
 
     assert beginnings(capsys.readouterr().err) == [NOT_COUNTED, KEPT]
@@ -252,9 +327,25 @@ def test_what_is_told_may_be_lost(
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_what_this_process_commits_is_in_the_epoch_that_begins_at_once(workers: int, cache: CacheDir) -> None:
+def test_what_this_process_commits_between_epochs_is_in_the_next_one_after_a_refresh(
+    workers: int, cache: CacheDir
+) -> None:
     with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
         for epoch in range(5):
+            assert len(loader) == 6 + 2 * epoch
             numbers = sorted(int(number) for batch in loader for number in batch["number"])
             assert numbers == list(range(60 + 20 * epoch))
             put(cache, range(60 + 20 * epoch, 80 + 20 * epoch))
+            loader.refresh()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_comes_before_half_of_an_epoch_is_in_the_next_one(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
+        for epoch in range(5):
+            numbers: list[int] = []
+            for batch in loader:
+                if not numbers:
+                    put(cache, range(60 + 20 * epoch, 80 + 20 * epoch))
+                numbers += batch["number"].tolist()
+            assert sorted(numbers) == list(range(60 + 20 * epoch))

@@ -1,9 +1,9 @@
-"""Making the batches of a plan, one after another: what a feeder does, in a process of its own or in a thread.
+"""Making the batches of a plan, one after another: what a feeder does, or the training process by itself.
 
 ::
 
-    Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or a queue
-                                  |-- nearly all made --> exhausted(generation)
+    Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or plain memory
+                                  |-- nearly all made --> made(generation)
 
 A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
 batch.
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,12 @@ from cachetool.loaders.order import RUN_BYTES, EpochOrder
 from cachetool.loaders.read.gather import gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
+from cachetool.loaders.selection import selection
 from cachetool.loaders.settings import EpochPlan, Settings
-from cachetool.loaders.split import Split
 from cachetool.loaders.view import ShardFile, View
 from cachetool.proc.lines import described
 
-__all__ = ["Checks", "Mailbox", "Sink", "announced", "work"]
+__all__ = ["Checks", "Mailbox", "Maker", "Sink", "announced", "work"]
 
 
 class Checks:
@@ -85,7 +85,6 @@ def _file(part: ShardFile) -> Path:
     return part.folder / (part.file or f"data{get_format(part.format).suffix}")
 
 
-_LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
 _DENSE = 8  # of so many samples one is read, at least, where all that lies between them is read as well
 
@@ -121,7 +120,6 @@ class Mailbox:
         self._changed = threading.Condition()
         self._plans: deque[EpochPlan] = deque()
         self._least = self._newest = 0
-        self._closed = False
 
     def put(self, plan: EpochPlan) -> None:
         """Add a plan; unless it only follows those before, they are over. The newest may come again to say so."""
@@ -135,24 +133,15 @@ class Mailbox:
                 self._newest = plan.generation
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """There will be no more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     def is_over(self, plan: EpochPlan) -> bool:
         """Whether another plan came in its place."""
-        return plan.generation < self._least or self._closed
+        return plan.generation < self._least
 
-    def get(self, due: Callable[[], None] | None = None) -> EpochPlan | None:
-        """The next plan, waited for; None when there will be none. ``due`` is called now and then meanwhile."""
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closed or self._plans, None if due is None else _LOOK):
-                    return None if self._closed else self._plans.popleft()
-            assert due is not None
-            due()
+    def get(self) -> EpochPlan:
+        """The next plan, waited for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._plans)
+            return self._plans.popleft()
 
 
 def work(
@@ -164,41 +153,38 @@ def work(
     transform: Transform | None,
     number: int,
     feeders: int,
-    exhausted: Callable[[int], None],
-    soon: float = 0.0,
-    due: Callable[[], None] | None = None,
-) -> None:
-    """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed.
+    made: Callable[[int], None],
+    soon: float,
+) -> NoReturn:
+    """Make the batches of feeder ``number`` of ``feeders``, plan after plan.
 
-    ``exhausted`` is called when the last batch of a plan was made; with ``soon`` when about so many seconds of work are
-    left of it, which it must not fail for. ``due`` is called now and then while there is no plan.
+    ``made`` is called when about ``soon`` seconds of work are left of a plan, at the latest when its last batch was
+    made. It must not fail.
     """
-    maker = _Maker(settings, mailbox, sink, places, transform, exhausted, soon)
-    while (plan := mailbox.get(due)) is not None:
+    maker = Maker(settings, sink, places, transform)
+    while True:
+        plan = mailbox.get()
         if plan.view is None:
             places.close()
             continue
         places.keep(plan.view)
-        if maker.make(plan, plan.view, number, feeders):
-            exhausted(plan.generation)
-    places.close()
+        reported, began = False, time.perf_counter()
+        over = functools.partial(mailbox.is_over, plan)
+        for committed, left in maker.make(plan, plan.view, number=number, feeders=feeders, over=over):
+            # In the last quarter only: the first ones are made faster than they are taken.
+            if not reported and 3 * left <= committed:
+                seconds = time.perf_counter() - began
+                if seconds * left <= soon * committed:
+                    reported = True
+                    made(plan.generation)
 
 
-class _Maker:
-    def __init__(
-        self,
-        settings: Settings,
-        mailbox: Mailbox,
-        sink: Sink,
-        places: MappedParts,
-        transform: Transform | None,
-        exhausted: Callable[[int], None],
-        soon: float,
-    ) -> None:
-        self._settings, self._mailbox, self._sink = settings, mailbox, sink
-        self._places, self._transform = places, transform
-        self._exhausted, self._soon = exhausted, soon
-        self._split = None if settings.split is None else Split(settings.split, settings.validation)
+class Maker:
+    """Makes batches, and hands them to ``sink``."""
+
+    def __init__(self, settings: Settings, sink: Sink, places: MappedParts, transform: Transform | None) -> None:
+        self._settings, self._sink, self._places, self._transform = settings, sink, places, transform
+        self._selection = selection(settings)
         self._checks = Checks() if settings.verify else None
         self._view_schema: Schema | None = None
         self._fields: Schema | None = None
@@ -210,18 +196,20 @@ class _Maker:
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
 
-    def make(self, plan: EpochPlan, view: View, number: int, feeders: int) -> bool:
-        """All batches of one plan, but no more once it was replaced, or an error was handed over; gives whether all
-        were made and their end is still to be told."""
+    def make(
+        self, plan: EpochPlan, view: View, *, number: int = 0, feeders: int = 1, over: Callable[[], bool]
+    ) -> Iterator[tuple[int, int]]:
+        """Make every ``feeders``-th batch of a plan, but no more once it is ``over`` or an error was handed over.
+
+        Yield after each batch how many were made, and how many are left.
+        """
         step, opened = number, False
-        committed, reported, begun = 0, False, time.perf_counter()
-        over = functools.partial(self._mailbox.is_over, plan)
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
             direct = self._transform is None and self._checks is None
             empty = self._sink.values if direct else new_array
-            chosen = None if self._split is None else self._split.chosen(view)
+            chosen = None if self._selection is None else self._selection.chosen(view)
             steps = np.arange(number, count, feeders, dtype=np.int64)
             for numbers, indices in announced(
                 plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
@@ -231,7 +219,7 @@ class _Maker:
                     columns: Mapping[str, Column]
                     opened = self._sink.open(over)
                     if not opened:
-                        return False
+                        return
                     if direct:
                         self._sink.begin(schema)
                         columns = next(gathered)
@@ -239,20 +227,11 @@ class _Maker:
                         columns = self._handed(plan, view, at, Block(schema, next(gathered)))
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
-                    committed += 1
-                    left = len(steps) - committed
-                    # In the last quarter only: the first ones are made faster than they are taken.
-                    if not reported and 3 * left <= committed:
-                        seconds = time.perf_counter() - begun
-                        if seconds * left < self._soon * committed:
-                            reported = True
-                            self._exhausted(plan.generation)
+                    committed = step // feeders + 1
+                    yield committed, len(steps) - committed
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
-            if not opened and not self._sink.open(over):
-                return False
-            self._sink.fail(plan.generation, step, described(error))
-            return False
-        return not reported
+            if opened or self._sink.open(over):
+                self._sink.fail(plan.generation, step, described(error))
 
     def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """What becomes of samples that were gathered into memory of ours, copied into the sink."""

@@ -198,7 +198,7 @@ class _Listener(Protocol):
         """Listen until this descriptor becomes readable."""
         ...
 
-    def exhausted(self, generation: int) -> None:
+    def made(self, generation: int) -> None:
         """All batches of a plan are made here, or nearly; called by the main thread."""
         ...
 
@@ -244,7 +244,7 @@ def main() -> None:
         transform=transform,
         number=number,
         feeders=len(rings),
-        exhausted=listener.exhausted,
+        made=listener.made,
         soon=_SOON,
     )
 
@@ -300,5 +300,5 @@ class _Follower:
                 self._mailbox.put(plan)
         os._exit(0)
 
-    def exhausted(self, generation: int) -> None:
+    def made(self, generation: int) -> None:
         """Only the leader needs to know."""

@@ -46,13 +46,13 @@ class Leader:
         self._answers, self._followers, self._pids = answers, followers, pids
         self._snapshots = EpochSnapshots(settings, self._publish)
         self._woken, self._wake = os.pipe()
-        self._exhausted_generation = 0
+        self._made_generation = 0
         self._sent: View | None = None
         self._pending: tuple[dict[str, Any], float, Talk] | None = None
 
-    def exhausted(self, generation: int) -> None:
+    def made(self, generation: int) -> None:
         """Called by the main thread."""
-        self._exhausted_generation = generation
+        self._made_generation = generation
         os.write(self._wake, b"\0")
 
     def _publish(self, plan: EpochPlan) -> None:
@@ -73,8 +73,8 @@ class Leader:
         while True:
             while (line := self._lines.next()) is not None:
                 asked = json.loads(line)
-                if asked["do"] == "left":  # said at any time, also while an answer is waited for
-                    self._snapshots.left(asked["generation"])
+                if asked["do"] in ("left", "half_delivered"):  # said at any time, also while an answer is waited for
+                    getattr(self._snapshots, asked["do"])(asked["generation"])
                     continue
                 if asked["do"] == "stop":
                     self._leave()
@@ -90,7 +90,7 @@ class Leader:
                 self._snapshots.finish_epochs()
             if self._woken in ready:
                 os.read(self._woken, 4096)
-                self._snapshots.exhausted(self._exhausted_generation)
+                self._snapshots.made(self._made_generation)
             if self._lines.fd in ready:
                 self._lines.receive()
             if self._lines.ended or life in ready:
@@ -110,7 +110,7 @@ class Leader:
         if asked["do"] == "begin":
             self._snapshots.finish_epochs()
             # An epoch that was made, or nearly, while the one before was delivered.
-            self._snapshots.exhausted(self._exhausted_generation)
+            self._snapshots.made(self._made_generation)
 
     def _say(self, value: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the training process is gone, which is noticed by other means
@@ -134,12 +134,18 @@ class Leader:
         resume = asked_for(asked.get("resume"))
         match asked["do"]:
             case "begin":
-                plan = self._snapshots.begin(asked["epoch"], resume, surely=asked["surely"])
+                plan = self._snapshots.begin(asked["epoch"], resume)
             case "prepare":
-                plan = self._snapshots.prepare(asked["epoch"], resume, surely=asked["surely"])
+                plan = self._snapshots.prepare(asked["epoch"], resume)
             case "delivered":
-                self._snapshots.delivered(asked["generation"], Delivered(*asked["pace"]))
+                generation = asked["generation"]
+                self._snapshots.half_delivered(generation)
+                self._snapshots.made(generation)  # batches beyond an agreed number of steps are not made any more
+                self._snapshots.delivered(generation, Delivered(*asked["pace"]))
                 return None
+            case "refresh":
+                self._snapshots.refresh()
+                return {}
             case "regain":
                 return {"regained": self._snapshots.regain(asked["generation"])}
             case "state":

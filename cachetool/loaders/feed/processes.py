@@ -21,9 +21,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from cachetool.cache.catalog import statements
+from cachetool.cache.layout import cache_option
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Schema
 from cachetool.loaders.feed.protocol import EpochTimes
@@ -59,8 +60,8 @@ def _environment() -> dict[str, str]:
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; the machine may be out of memory",
-    signal.SIGBUS: "; a shard was cut short while it was read, or its disk failed (cachetool verify names it),"
-    " or the machine is out of memory",
+    signal.SIGBUS: "; a shard was cut short while it was read, or its disk failed, which this shows: cachetool"
+    " verify{}; or the machine is out of memory",
 }
 """Why a feeder may have been killed by a signal."""
 
@@ -79,13 +80,14 @@ class Processes:
             raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
         keep_standard_streams()
         self.pid, self.closed, self.unsure = os.getpid(), False, False
+        self._cache_option = "" if settings.paths else cache_option(Path(settings.root))
         self.pids: list[int] = []
         """Of the feeders, the leader first, once it has said so."""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
-        self._asked = self._statements = self._generation = 0
+        self._asked = 0
         self._received = b""
         self._telling, self._left = False, 0
         self._pace = EpochTimes()
@@ -136,20 +138,18 @@ class Processes:
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._pace = EpochTimes()
-        now = statements()
-        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, surely=now != self._statements))
+        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume))
         self.lock_pages(None)
-        self._statements, self._generation = now, begun.generation
         self._pace.begun()
         return begun
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        now = statements()
-        begun = Begun.from_json(self._ask("prepare", epoch=epoch, resume=resume, surely=now != self._statements))
-        if begun.generation != self._generation:
-            self._statements = now
-        return begun
+        return Begun.from_json(self._ask("prepare", epoch=epoch, resume=resume))
+
+    def refresh(self) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        self._ask("refresh")
 
     def ready(self, generation: int, step: int) -> bool:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -164,10 +164,17 @@ class Processes:
     def left(self, generation: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._left = generation if self._telling else 0
-        if self.closed or self.pid != os.getpid() or self._telling:
-            return
-        line = json.dumps({"id": 0, "do": "left", "generation": generation}).encode() + b"\n"
-        with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
+        if not (self.closed or self.pid != os.getpid() or self._telling):
+            self._note("left", generation)
+
+    def half_delivered(self, generation: int) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        self._note("half_delivered", generation)
+
+    def _note(self, what: str, generation: int) -> None:
+        """Tell the leader by one write, which nothing comes in between of."""
+        line = json.dumps({"id": 0, "do": what, "generation": generation}).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # whoever needs the leader will hear of its end
             os.write(self._keeper.stdin.fileno(), line)  # type: ignore[union-attr]
 
     def regain(self, generation: int) -> bool:
@@ -206,16 +213,18 @@ class Processes:
                     raise shared()
                 batches.append(batch)
             elif not batches:
-                self._wait(own, lull=step > 0 and own.many)
+                self._wait(own, first=step == 0)
             if batches and (batch is None or len(batches) == most):
                 return batches
 
-    def _wait(self, ring: Ring, *, lull: bool = False) -> None:
+    def _wait(self, ring: Ring, *, first: bool) -> None:
         assert not ring.ready
         if ring.poll():
             return  # what was there were batches of an epoch that was given up
         with self._pace.waiting():
-            if lull:
+            if not first:
+                ring.late()
+            if not first and ring.many:
                 time.sleep(_LULL)
                 if ring.poll():
                     return
@@ -239,7 +248,8 @@ class Processes:
             raise CacheToolError(report["error"])
         pid, code = report.get("died", (keeper.pid, keeper.returncode))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise CacheToolError(f"a feeder (pid {pid}) {how}{_HINTS.get(-code, '')}; iterate again to start new ones")
+        hint = _HINTS.get(-code, "").format(self._cache_option)
+        raise CacheToolError(f"a feeder (pid {pid}) {how}{hint}; iterate again to start new ones")
 
     def _tell(self, what: str, **values: Any) -> None:
         self._asked += 1

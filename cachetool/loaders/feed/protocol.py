@@ -1,5 +1,5 @@
-"""What makes the batches of a loader: child processes (:mod:`~cachetool.loaders.feed.processes`), or a thread of this
-process (:mod:`~cachetool.loaders.feed.threads`).
+"""What makes the batches of a loader: child processes (:mod:`~cachetool.loaders.feed.processes`), or this process by
+itself (:mod:`~cachetool.loaders.feed.in_process`).
 
 How an epoch goes for the process that trains: counted where it waits, and told when the epoch ends.
 
@@ -33,12 +33,12 @@ class Feed(Protocol):
     counted, so no other epoch may begin."""
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
-        """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
+        """Start an epoch on the snapshot taken for it, else on the newest, or take one up again; waits until there is
+        enough to train on."""
         ...
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
-        """What :meth:`begin` then starts, unless this process uses the catalog in between; the present epoch if it is
-        this one and nothing is resumed."""
+        """What :meth:`begin` then starts; the present epoch if it is this one and nothing is resumed."""
         ...
 
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
@@ -46,6 +46,14 @@ class Feed(Protocol):
 
         Steps are taken in order. Raises what happened while the batch of ``step`` was made.
         """
+        ...
+
+    def refresh(self) -> None:
+        """Discard the snapshot that was taken for the next epoch."""
+        ...
+
+    def half_delivered(self, generation: int) -> None:
+        """Half of the batches of the epoch were delivered."""
         ...
 
     def delivered(self, generation: int, batches: int) -> None:

@@ -97,6 +97,8 @@ class Transform:
         extra = {"rng": np.random.default_rng((self._seed % 2**64, epoch, number))} if self._random else {}
         try:
             result = self._function(argument, **extra)
+        except KeyboardInterrupt:  # of the process that trains: feeders ignore the signal
+            raise
         except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
             raise TransformError(self._which(argument, number)) from error
         if not isinstance(result, Mapping) or not result:

@@ -168,9 +168,12 @@ def evicted_errors(part: ShardFile) -> Iterator[None]:
         # Eviction unlinks shard.json before anything else of a shard.
         if part.file or (part.folder / "shard.json").exists():
             raise
+        from cachetool.cache.layout import cache_option
+
+        repair = f"cachetool verify --repair{cache_option(part.folder.parent.parent)}"
         raise UsageError(
             f"shard {part.id} was evicted: these indices are of an earlier snapshot, whose lease is over"
-            " (or its files were deleted by hand: cachetool verify --repair brings them again)"
+            f" (or its files were deleted by hand, which this brings again: {repair})"
         ) from error
 
 

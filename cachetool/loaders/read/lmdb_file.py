@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
 def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
     """Schema and number of samples. Of a file that should be ours by its pages alone: LMDB opens it only when every
     pointer in it was found to stay inside."""
-    from cachetool.formats.lmdb import is_ours, open_environment, read_header
+    from cachetool.formats.lmdb import is_ours, named_databases, open_environment, read_header
 
     if not foreign:
         buffer = map_file(file)
@@ -56,6 +57,12 @@ def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
         return schema, samples
     environment = open_environment(file)
     try:
+        if names := named_databases(environment):
+            raise UsageError(
+                f"{file} holds named databases ({', '.join(names)[:200]}), and value_format='raw' reads the one"
+                " without a name;\nwrite their values as samples first, and give DIR: cachetool convert"
+                f" {shlex.quote(str(file))} --to lmdb --out DIR"
+            )
         with environment.env.begin() as txn:
             return RAW, int(txn.stat()["entries"])
     finally:

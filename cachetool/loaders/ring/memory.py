@@ -36,7 +36,7 @@ MOST_KEPT = MOST // 2
 
 _ENTRY = struct.Struct("4i")
 _FILLED, _FREE = 0, 64  # sem_t takes 32 bytes on 64-bit Linux
-_COUNT = 128  # of slots that the feeder allowed itself
+_COUNT = 128  # of slots that the feeder allowed itself, and of batches that the consumer waited for
 _STATES = 4096
 _QUEUE = _STATES + MOST
 _TABLE = _QUEUE + 16 * MOST
@@ -114,7 +114,7 @@ class Head:
         self._range: Bytes = np.asarray(Owner(interface, reserved))  # writable, which Python's map is not
         self._map(0, HEAD)
         head = self._range[:HEAD].data
-        self.count = head[_COUNT : _COUNT + 8].cast("q")
+        self.count = head[_COUNT : _COUNT + 16].cast("q")
         self.states = head[_STATES : _STATES + MOST]
         self.queue, self.entry = head[_QUEUE : _QUEUE + 16 * MOST], _ENTRY
         self.table = head[_TABLE : _TABLE + 16 * MOST].cast("q")

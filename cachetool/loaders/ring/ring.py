@@ -167,6 +167,10 @@ class Ring:
             self.ready += 1
         return self.ready > 0
 
+    def late(self) -> None:
+        """Tell the feeder that the consumer waits for a batch of an epoch that is under way."""
+        self._head.count[1] += 1
+
     def wait(self, seconds: float) -> bool:
         """As :meth:`poll`, waiting without the GIL. May come back early, after a signal."""
         if self.batches_in_use >= self._head.count[0] + self._granted:
@@ -245,6 +249,8 @@ class RingWriter:
         self._regions: dict[int, tuple[int, Bytes]] = {}
         self._huge: dict[int, int] = {}
         """How many bytes of each slot are in huge pages."""
+        self._stalled = -1  # how often the consumer had waited when no slot was free, -1 while one always was
+        self._starved = -4 * MOST  # batches there were when it last waited after that
 
     def permit(self, slots: int) -> None:
         """Allow so many slots more."""
@@ -254,7 +260,11 @@ class RingWriter:
 
     def acquire(self, over: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for a slot that nobody sees; None when it is ``over``, which is looked at now and then."""
-        while self._library.sem_trywait(self._head.free) and not wait(self._head.free, _LOOK):
+        while self._library.sem_trywait(self._head.free):
+            if self._stalled < 0:
+                self._stalled = self._head.count[1]
+            if wait(self._head.free, _LOOK):
+                break
             if over():
                 return None
         if over():
@@ -269,6 +279,15 @@ class RingWriter:
             self._regions[slot] = 0, np.empty(0, dtype=np.uint8)
         self._head.states[slot] = IN_USE
         return slot
+
+    def starved(self) -> bool:
+        """Whether the consumer waited for a batch after no slot was free, for the second time while the slots were
+        filled twice: with more slots it would have had one. A wait now and then has other reasons."""
+        if not 0 <= self._stalled < self._head.count[1]:
+            return False
+        since, self._starved = self._committed - self._starved, self._committed
+        self._stalled = -1
+        return since <= 2 * self._head.count[0]
 
     def memory(self, slot: int, nbytes: int = 0, *, keep: int = 0) -> Bytes:
         """The slot's memory, made larger to ``nbytes`` when it has less: its first ``keep`` bytes are then copied."""

@@ -35,8 +35,8 @@ _PAGE = 4096  # not that of the machine: the bits of an address that a processor
 _NUMBERS = 2
 _FORMS = 2**31 - 1
 _READY_BYTES = 384 * 2**20
-"""What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
-the turns of its GIL, and for the first ones of an epoch after 10: meanwhile two feeders make up to 300 MB."""
+"""What all feeders of a loader keep ready together at most, for a consumer that takes whatever there is. A busy one
+comes for its batches once in 5 to 10 ms, the turns of its GIL; a training step needs a quarter (docs/decisions.md)."""
 _LEAST_READY_BYTES = 48 * 2**20
 _LEAST, MOST = 2, 128
 
@@ -90,14 +90,16 @@ class _Filled:
 class SlotWriter:
     """Fills one slot after another; the sink of a feeder (see :class:`~cachetool.loaders.feed.batches.Sink`).
 
-    ``ready``: how many batches may wait for the consumer or be in use there, at least 2; None: as many as take 384 MiB,
-    shared by ``feeders``, but at least 48 MiB and 2 batches each, and at most 128 batches.
+    ``ready``: how many batches may wait for the consumer or be in use there, at least 2. None: as many as take 96 MiB,
+    shared by ``feeders``, but at least 12 MiB and 2 batches each, and at most 128 batches. Twice as many whenever the
+    consumer waits again and again though there was no slot to fill, up to four times.
     """
 
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
         self._ring = ring
         self._wanted, self._permitted = ready, _LEAST
-        self._bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
+        self._most_bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
+        self._bytes = self._most_bytes // 4
         ring.permit(self._permitted)
         self._schema: Schema | None = None
         self._text, self._arrays = b"", 0
@@ -198,7 +200,9 @@ class SlotWriter:
         self._more()
 
     def _more(self) -> None:
-        """Once it is known how large a batch is: as many slots as there shall be."""
+        """Once it is known how large a batch is: as many slots as there shall be, more when the consumer needs them."""
+        if self._ring.starved():
+            self._bytes = min(2 * self._bytes, self._most_bytes)
         wanted = max(_LEAST, self._wanted or min(MOST, round(self._bytes / max(1, self._used))))
         if wanted > self._permitted:
             self._ring.permit(wanted - self._permitted)

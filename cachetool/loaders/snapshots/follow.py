@@ -7,7 +7,6 @@ catalog through a connection of its own, and takes its own lease if it is asked 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,11 +28,10 @@ class Subscription(Protocol):
     """Where a loader gets its views from."""
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
-        anew: bool = False,
-    ) -> View:  # fmt: skip
-        """The newest view, leased; the one before it is given back. Those that ask for the same ``epoch`` of the same
-        ``run`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet. ``sparing``:
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
+    ) -> View:
+        """The newest view, leased; the one before it is given back. Those of one run that ask for the same
+        ``epoch`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet. ``sparing``:
         the newest shards may be left for the next epoch, where that would have nothing new. ``anew``: the one before
         went unread, and does not count as one that somebody has."""
         ...
@@ -62,11 +60,6 @@ class Subscription(Protocol):
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; another can be taken. ``unread``: no epoch was read from it after all."""
-        ...
-
-    def abandon(self) -> None:
-        """Give the lease back; may be called in the middle of a transaction of this thread, by the garbage
-        collector."""
         ...
 
     def close(self) -> None:
@@ -115,12 +108,11 @@ class CacheSubscription:
         return self._cache
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
-        anew: bool = False,
-    ) -> View:  # fmt: skip
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
+    ) -> View:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         after = self._open().snapshot(
-            dataset=self.dataset, run=None if epoch is None else run or self.run, epoch=epoch, peek=peek,
+            dataset=self.dataset, run=None if epoch is None else self.run, epoch=epoch, peek=peek,
             sparing=sparing, instead=self._snapshot if anew else None, known=self._newest_seen,
         )  # fmt: skip
         self._have(after)
@@ -167,22 +159,13 @@ class CacheSubscription:
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""
-        if (snapshot := self._let_go()) is not None:
-            snapshot.release(unread=unread)
-
-    def abandon(self) -> None:
-        """Give the lease back, from the middle of whatever this thread does."""
-        if (snapshot := self._let_go()) is not None and not sys.is_finalizing():
-            beside(snapshot.release)
-
-    def _let_go(self) -> Snapshot | None:
-        """The snapshot that this process has leased, which is to be released."""
         if self._pid != os.getpid():
-            return None
+            return
         if self._finalizer is not None:
             self._finalizer.detach()
         snapshot, self._snapshot, self._finalizer = self._snapshot, None, None
-        return snapshot
+        if snapshot is not None:
+            snapshot.release(unread=unread)
 
     def close(self) -> None:
         """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""

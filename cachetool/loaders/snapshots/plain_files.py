@@ -43,9 +43,8 @@ class FileSubscription:
         self._view = View(1, "", schema, parts)
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
-        anew: bool = False,
-    ) -> View:  # fmt: skip
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
+    ) -> View:
         """The view."""
         return self._view
 
@@ -70,9 +69,6 @@ class FileSubscription:
         """Nobody counts."""
 
     def release(self, *, unread: bool = False) -> None:
-        """Nothing to give back."""
-
-    def abandon(self) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:

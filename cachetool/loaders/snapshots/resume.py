@@ -29,6 +29,9 @@ __all__ = [
     "resumed",
 ]
 
+_LONGEST = 200
+"""Characters of a selection in a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -62,12 +65,19 @@ def require_order(saved: Mapping[str, Any] | None, here: Mapping[str, Any], *, o
     its state says; earlier versions saved less."""
     if not isinstance(saved, Mapping | None):
         raise UsageError(f"not a state of {of}s: its 'order' is {shown(saved)}; load what state_dict() gave")
+    # A state has no selection where there was none.
+    saved = {"where": None, **(saved or {})} if "where" in here else saved
     for name, value in (saved or {}).items():
         if not isinstance(value, str | float | int | None) or here.get(name) != value:
-            was, has = (False if is_one_of(setting, ("no",)) else setting for setting in (value, here.get(name)))
-            raise UsageError(
-                f"the state was made with {name}={shown(was)}, this {of} has {has!r}; make it with {name}={shown(was)}"
-            )
+            was, has = (_given(name, setting) for setting in (value, here.get(name)))
+            raise UsageError(f"the state was made with {name}={was}, this {of} has {has}; make it with {name}={was}")
+
+
+def _given(name: str, setting: object) -> str:
+    """A setting of a state as the argument that it was."""
+    if name == "where" and isinstance(setting, str):
+        return setting if len(setting) <= _LONGEST else f"{setting[:_LONGEST]}..."
+    return shown(False if is_one_of(setting, ("no",)) else setting)
 
 
 def require_seed(saved: object, here: int, *, of: str) -> None:
@@ -154,6 +164,7 @@ def resumed(
     Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
     """
     view, lost, _ = match_parts(view, resume)
+    chooses = "split=" if settings.split is not None else "where=" if settings.where is not None else None
     next_one = f"begin the next epoch with loader.epoch = {epoch + 1}"
     if lost and settings.missing != "skip":
         if not view.parts:
@@ -161,13 +172,13 @@ def resumed(
                 f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
                 f" another cache, or they were evicted since; {next_one}"
             )
-        skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
+        skip = "missing='skip' goes on without their samples" if chooses is None else next_one
         raise UsageError(f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {skip}")
     if not lost:
         return EpochPlan(generation, epoch, view, count(view), resume.position)
-    if settings.split is not None:
+    if chooses is not None:
         raise UsageError(
-            "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
+            f"an epoch with {chooses} cannot go on without evicted shards: nobody knows which of their samples it had;"
             f" {next_one}"
         )
     if not view.parts:

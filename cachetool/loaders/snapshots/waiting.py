@@ -16,7 +16,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import cache_option
 from cachetool.core.errors import CacheToolError, SourceError, UsageError
 from cachetool.core.text import plain, shown
-from cachetool.loaders.settings import Settings
+from cachetool.loaders.settings import Settings, where_dict
 
 if TYPE_CHECKING:
     from cachetool.cache.stats import PullState
@@ -29,6 +29,8 @@ __all__ = [
     "Talk",
     "failed_pull",
     "given_up",
+    "is_pulled",
+    "no_dataset",
     "no_samples",
     "require",
     "say",
@@ -60,16 +62,35 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
     if samples >= need:
         return
     side = f" for {settings.split}" if settings.split else ""
+    if settings.where is not None:
+        side += f" with where={shown(where_dict(settings.where))}"
     text = f"{samples} of {need} samples{side} in {settings.root}"
     less = "min_samples="
     if need == global_batch:
         text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
         less = "batch_size="
+    elif settings.where is not None and not samples:
+        less = "where="
     elif settings.split and not samples:
         less = "validation="
     if not grows:
         raise UsageError(f"{text}; more never come to plain files")
     raise NotYet(text, less=less)
+
+
+def no_dataset(root: str, dataset: str, names: Sequence[str]) -> UsageError:
+    """For a dataset that a cache has not, while nobody pulls."""
+    return UsageError(
+        f"there is no dataset {shown(dataset)} in {root}, only {', '.join(map(plain, names))}, and no pull is drawing;"
+        f" name one of them with dataset=, or fill it with: {_command(Path(root), dataset)}"
+    )
+
+
+def is_pulled(cache: CacheDir) -> bool:
+    """Whether a pull draws into the cache, or one in the background is about to."""
+    with cache.catalog.read() as connection:
+        drawing = connection.execute("SELECT 1 FROM jobs LIMIT 1").fetchone() is not None
+        return drawing or any(state.alive for state in _pulls(connection, cache, None))
 
 
 def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:

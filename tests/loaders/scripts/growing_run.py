@@ -1,8 +1,8 @@
 """A training of ten epochs beside a background pull into a cache of a fifth of the data.
 
 ``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW SHARE EPOCHS``. The samples are ``x``, an array whose
-first number names it. Each epoch lasts until SHARE samples wait that no snapshot had, or the puller can do nothing
-before the next snapshot, as a long one would; during one the puller is frozen, which the epoch must not notice. Prints
+first number names it. Each epoch is followed by a pause until SHARE samples wait that no snapshot had, or the puller
+can do nothing before the next snapshot; during one epoch the puller is frozen, which the epoch must not notice. Prints
 one line of JSON.
 """
 
@@ -149,6 +149,8 @@ def main() -> None:
                 before = background.progress()
                 out["committed"].append(before.samples)
                 out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE bytes_wanted > 0")))
+                if kind == "loader":
+                    batches.refresh()  # the pull went on since the end of the epoch before
                 train(batches, out, frozen=processes(before.pid) if epoch == FROZEN else None)
                 deadline = time.monotonic() + 200
                 while fresh(cache) < int(share) and not stuck(cache):

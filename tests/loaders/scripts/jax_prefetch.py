@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -19,7 +20,8 @@ import numpy as np
 
 from cachetool import UsageError
 from cachetool.cache import CacheDir, open_cache
-from cachetool.loaders.jax import prefetch_to_device
+from cachetool.loaders.device import copied_ahead
+from cachetool.loaders.jax import _Copy, prefetch_to_device
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import SMALL, leases, put, sample
 
@@ -49,6 +51,7 @@ def loader_batches(cache: CacheDir, out: dict[str, Any]) -> None:
         out["wrong"], out["batches"], out["epochs counted"] = wrong, len(kept), [counted[-2], counted[-1]]
 
         put(cache, range(480, 488))
+        loader.refresh()
         again = prefetch_to_device(loader, size=4)
         first = next(again)
         out["counted ahead"] = loader.state_dict()["resume"]["position"]
@@ -144,6 +147,22 @@ def ends(out: dict[str, Any]) -> None:
             out["refused"].append(str(error))
 
 
+def kept(out: dict[str, Any]) -> None:
+    """A device that is no CPU: a batch here is kept until its copy has arrived, which the CPU's own copies show too."""
+    seen: list[weakref.ref[np.ndarray]] = []
+
+    def batches() -> Iterator[np.ndarray]:
+        for number in range(5):
+            array = np.full(1001, number, np.float32)[1:]  # at an address whose memory JAX does not take for its own
+            seen.append(weakref.ref(array))
+            yield array
+            del array
+
+    there = copied_ahead(batches(), functools.partial(_Copy, None, on_cpu=False), 2)
+    numbers = [float(next(there)[0]) for _ in range(2)]
+    out["kept until they arrive"] = [numbers, [array() is not None for array in seen]]
+
+
 def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
     """The first batch comes though those behind it are only made once it is here."""
 
@@ -185,6 +204,7 @@ def main(name: str) -> None:
     trees(out)
     out["frameworks"] = [name for name in ("torch", "tensorflow") if name in sys.modules]
     ends(out)
+    kept(out)
     print(json.dumps(out))
 
 

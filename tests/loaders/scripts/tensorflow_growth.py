@@ -23,7 +23,6 @@ import cachetool
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.schema import Field, Schema
-from cachetool.loaders import tensorflow_stages
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.snapshots import follow as subscription
 from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
@@ -106,6 +105,10 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     same = [numbers(iter(make_dataset(cache, batch_size=50, shuffle_buffer=200, seed=6).take(4))) for _ in range(2)]
     out["seed"] = [same[0] == same[1], same[0] == numbers(iter(again.take(4))), same[0] == second[:200]]
     tf.random.set_seed(0)  # of which a seed that is a tensor makes an error elsewhere
+    drawn = tf.random.uniform([4]).numpy().tolist()
+    tf.random.set_seed(0)
+    same.append(numbers(iter(make_dataset(cache, batch_size=50, shuffle_buffer=200, seed=6).take(4))))
+    out["user's seed"] = [same[0] == same[2], drawn == tf.random.uniform([4]).numpy().tolist()]
     both = [numbers(iter(again)) for _ in range(2)]
     out["epochs"] = [both[0] == both[1], sorted(both[0]) == sorted(both[1]) == sorted(second)]
     with open_cache(cache.root.parent / "one", max_size="20MB") as alone:
@@ -172,21 +175,21 @@ def turns(root: Path, out: dict[str, Any]) -> None:
     """How often Python is called for epochs of 50 and of 5,000 samples in one and in four files."""
     elements: list[int] = []
     calls: list[int] = []
-    from_generator, call = tensorflow_stages.from_generator, script_ops.FuncRegistry.__call__
+    from_generator, call = tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__
 
-    def counted(generator: Callable[[], Iterator[Any]], specs: Any) -> tf.data.Dataset:
+    def counted(generator: Callable[[], Iterator[Any]], **options: Any) -> tf.data.Dataset:
         def counting() -> Iterator[Any]:
             for element in generator():
                 elements.append(1)
                 yield element
 
-        return from_generator(counting, specs)
+        return from_generator(counting, **options)
 
     def counted_call(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         return call(self, *arguments)
 
-    tensorflow_stages.from_generator, script_ops.FuncRegistry.__call__ = counted, counted_call
+    tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__ = staticmethod(counted), counted_call
     try:
         with open_cache(root / "turns", max_size="20MB") as cache:
             put(cache, range(50), format="tfrecord")
@@ -197,7 +200,8 @@ def turns(root: Path, out: dict[str, Any]) -> None:
             elements.clear(), calls.clear()
             found.append([len(numbers(iter(dataset))), len(elements), len(calls)])
     finally:
-        tensorflow_stages.from_generator, script_ops.FuncRegistry.__call__ = from_generator, call
+        tf.data.Dataset.from_generator = staticmethod(from_generator)
+        script_ops.FuncRegistry.__call__ = call
     out["turns"] = found
 
 
@@ -310,6 +314,7 @@ def errors(root: Path, out: dict[str, Any]) -> None:
     with open_cache(root / "emptied", max_size="20MB") as cache:
         put(cache, range(5), format="tfrecord")
         datasets = [make_dataset(cache, batch_size=2, repeat=repeat) for repeat in (False, True)]
+        cachetool.convert(cache=cache.root, to="tfrecord", out=root / "samples")
         cache.evict(cache.usage().total - cache.shards()[0].bytes)
         out["emptied"] = [refused(functools.partial(list, dataset)) for dataset in datasets]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, EpochSampler, LMDBDataset
+from cachetool.loaders.torch import CacheDataset, EpochSampler, LMDBDataset
 
 
 def numbers(loader: DataLoader[Any]) -> list[int]:
@@ -28,10 +28,6 @@ def main(root: str, descriptors: int) -> None:
                 sampler = EpochSampler(dataset)
                 loader = DataLoader(dataset, 40, sampler=sampler, num_workers=workers, collate_fn=dataset.collate)
                 out[f"{kind.__name__} {workers}"] = [numbers(loader) for _ in range(2)]
-        iterable = CacheIterableDataset(root, dataset="mixed", batch_size=40, fields=["number", "x"])
-        whole = DataLoader(iterable, batch_size=None, num_workers=workers)
-        out[f"CacheIterableDataset {workers}"] = [numbers(whole) for _ in range(2)]
-        iterable.close()
     print(json.dumps(out))
 
 

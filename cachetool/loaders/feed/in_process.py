@@ -1,0 +1,248 @@
+"""A feed in the process that trains, for notebooks and small jobs: each batch is made when it is asked for.
+
+::
+
+    begin: a snapshot is leased -- take: one batch is made -- ... -- delivered: the epoch counts, its lease ends
+
+No thread makes batches, so ``begin`` takes the snapshot, and none is taken ahead. A timer gives up what is leased when
+nobody asks for more. Data is read, not mapped, and files are closed when no epoch is under way: this process may stay
+for days beside a cache whose shards come and go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy.typing as npt
+
+from cachetool.core.block import Column
+from cachetool.core.errors import CacheToolError
+from cachetool.core.schema import Field, Schema
+from cachetool.loaders.feed.batches import Maker
+from cachetool.loaders.feed.protocol import EpochTimes
+from cachetool.loaders.feed.transform import Function, Transform
+from cachetool.loaders.read.gather import new_array
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.ring.ring import Lock
+from cachetool.loaders.ring.slot import Batch
+from cachetool.loaders.settings import Begun, EpochPlan, Settings
+from cachetool.loaders.snapshots.epochs import EpochSnapshots
+from cachetool.loaders.snapshots.follow import beside
+from cachetool.loaders.snapshots.resume import asked_for
+from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
+from cachetool.proc.lines import closed, rebuilt, shared
+
+__all__ = ["InProcess"]
+
+_POLL = 0.2
+
+
+class InProcess:
+    """A :class:`~cachetool.loaders.feed.protocol.Feed` without a process or thread of its own."""
+
+    def __init__(self, settings: Settings, *, transform: Function | None) -> None:
+        self.pid, self.closed, self.unsure = os.getpid(), False, False
+        self._settings, self._pace = settings, EpochTimes()
+        self._lock, self._owner = threading.Lock(), 0
+        """Held, by the thread that is named, while the catalog is used: the timer uses it too."""
+        self._timer: threading.Timer | None = None
+        self._snapshots = EpochSnapshots(settings, self._published)
+        self._sink, self._places = _Sink(), MappedParts(maps=False)
+        function = transform and Transform(transform, transform_each=settings.transform_each, seed=settings.seed)
+        self._maker = Maker(settings, self._sink, self._places, function)
+        self._batches: Iterator[object] = iter(())
+        self._making = False
+
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        self._pace = EpochTimes()
+        plan = self._waited(lambda: self._snapshots.begin(epoch, asked_for(resume)))
+        assert plan.view is not None
+        self._places.keep(plan.view)
+        self._batches = self._maker.make(plan, plan.view, over=lambda: False)
+        with self._using():
+            self._snapshots.finish_epochs()
+        self._pace.begun()
+        return Begun.of(plan, self._settings)
+
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        plan = self._waited(lambda: self._snapshots.prepare(epoch, asked_for(resume)))
+        return Begun.of(plan, self._settings)
+
+    def refresh(self) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        with self._using():
+            self._snapshots.refresh()
+
+    def take(self, generation: int, step: int, most: int) -> list[Batch]:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        if self._making:
+            raise shared()
+        self._making = True
+        try:
+            with self._pace.waiting():
+                next(self._batches, None)
+        finally:
+            self._making = False
+            if self.closed:  # meanwhile
+                self._end()
+        if self.closed:
+            raise closed()
+        batch = self._sink.batch
+        self._sink.batch = None
+        if batch is None or batch[0] != generation:
+            raise shared()
+        if not isinstance(batch, Batch):
+            raise rebuilt(batch[1])
+        if batch.step != step:
+            raise shared()
+        return [batch]
+
+    def half_delivered(self, generation: int) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`: nothing is taken ahead."""
+
+    def delivered(self, generation: int, batches: int) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        with self._using():
+            self._snapshots.delivered(generation, self._pace.delivered(batches))
+            if self._snapshots.has_unfinished:
+                self._snapshots.finish_epochs()
+
+    def ready(self, generation: int, step: int) -> bool:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`: none is made before it is asked for."""
+        return False
+
+    def lock_pages(self, lock: Lock | None) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`: what is new with each batch costs more to lock than to
+        copy."""
+
+    def left(self, generation: int) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        if self.pid == os.getpid() and not self.closed:
+            self._snapshots.left(generation)
+            self._watch(self._settings.hold)
+
+    def regain(self, generation: int) -> bool:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        with self._using():
+            return self._snapshots.regain(generation)
+
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        return asdict(self._snapshots.state(generation, reached))
+
+    def close(self) -> None:
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`. In the middle of a call, as of a signal's handler, that
+        call gives the lease back when it ends."""
+        if self.pid != os.getpid():
+            return
+        self.closed = True
+        if not self._making and self._owner != threading.get_ident():
+            self._end()
+
+    # -- the catalog ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """While the catalog is used; then what is leased is watched."""
+        if self._owner == threading.get_ident():  # a signal's handler, in the middle of a transaction
+            raise closed() if self.closed else shared()
+        try:
+            with self._lock:
+                self._owner = threading.get_ident()
+                try:
+                    if self.closed:
+                        raise closed()
+                    yield
+                    seconds = self._snapshots.tick()
+                    self._unwatch()
+                    if seconds is not None:
+                        self._watch(seconds)
+                finally:
+                    self._owner = 0
+        finally:
+            if self.closed:
+                self._end()
+
+    def _waited(self, attempt: Callable[[], EpochPlan]) -> EpochPlan:
+        settings = self._settings
+        until, talk = time.monotonic() + settings.wait, Talk(settings.root, settings.wait, dataset=settings.dataset)
+        while True:
+            try:
+                with self._using():
+                    return attempt()
+            except NotYet as short:
+                if time.monotonic() >= until:
+                    raise given_up(settings, short) from None
+                talk.tell(short)
+            time.sleep(_POLL)
+
+    def _published(self, plan: EpochPlan) -> None:
+        if plan.view is None:
+            self._batches = iter(())
+            self._places.close()
+
+    def _watch(self, seconds: float) -> None:
+        """Look after so many seconds whether what is leased is to be given up."""
+        if self._timer is None:
+            self._timer = threading.Timer(min(seconds, 3600.0), _look, (weakref.ref(self),))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _unwatch(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _end(self) -> None:
+        try:
+            beside(self._give_back)  # the garbage collector may end a loader in the middle of a transaction
+        except RuntimeError:  # the interpreter ends, and starts no thread
+            self._give_back()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            self._unwatch()
+            self._batches = iter(())
+            self._places.close()
+            self._snapshots.close()
+
+
+def _look(feed: weakref.ref[InProcess]) -> None:
+    """What the timer does; it keeps no loader alive."""
+    here = feed()
+    if here is not None and not here.closed:
+        with contextlib.suppress(CacheToolError), here._using():  # closed meanwhile
+            pass
+
+
+class _Sink:
+    """The batch that was made last, in plain memory; a :class:`~cachetool.loaders.feed.batches.Sink`."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | tuple[int, Mapping[str, Any]] | None = None
+        self._schema: Schema | None = None
+
+    def open(self, over: Callable[[], bool]) -> bool:
+        return True
+
+    def begin(self, schema: Schema) -> None:
+        self._schema = schema
+
+    def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return new_array(field, shape)
+
+    def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
+        assert self._schema is not None
+        self.batch = Batch(generation, step, self._schema, columns)
+
+    def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
+        self.batch = generation, error

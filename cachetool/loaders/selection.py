@@ -1,0 +1,182 @@
+"""Which samples of a snapshot an epoch reads: one side of a split, those with given values of a field, or both.
+
+The choice depends on the samples alone, so it is made once for each shard, and an epoch counts, shuffles and divides
+the samples that are left. A field of numbers is compared where the extents have its column; text is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.core.block import Column, Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.text import shown
+from cachetool.loaders.order import Int64s
+from cachetool.loaders.read.gather import gather
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.settings import Settings, Value, Where
+from cachetool.loaders.split import Split
+from cachetool.loaders.view import ShardFile, View
+
+__all__ = ["Selection", "WhereOption", "parse_where", "selection"]
+
+WhereOption: TypeAlias = Mapping[str, Any]
+"""Values by field: one number or text, or a set, list, tuple, range or array of them."""
+
+
+def parse_where(where: object) -> Where | None:
+    """Return the argument ``where`` of a loader as pairs of a field and its values, in a fixed order.
+
+    Raises :class:`UsageError` for what names no field or no value, and for values that are neither numbers nor text.
+    """
+    if where is None:
+        return None
+    if not isinstance(where, Mapping) or not where or not all(isinstance(name, str) for name in where):
+        raise UsageError(f"where={shown(where)} cannot be used: give values by field, such as {{'label': {{0, 1}}}}")
+    return tuple(sorted((name, _values(name, values)) for name, values in where.items()))
+
+
+def _values(name: str, given: Any) -> tuple[Value, ...]:
+    listed = [given]
+    if isinstance(given, set | frozenset | list | tuple | range) or (isinstance(given, np.ndarray) and given.ndim == 1):
+        listed = list(given)
+    values = {_value(name, value) for value in listed}
+    if not values:
+        raise UsageError(f"where= has no value for field {shown(name)}, so it selects no sample; give at least one")
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise UsageError(f"where= has both numbers and text for field {shown(name)}; a field holds one of them")
+    return tuple(sorted(values))
+
+
+def _value(name: str, value: Any) -> Value:
+    """The value as Python has it; a whole number, also one such as 1.0 or True, as int."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bool | int | float) or math.isnan(value):
+        raise UsageError(
+            f"where= cannot select {shown(value)} of field {shown(name)}: give numbers or text, one or a set of them"
+        )
+    return int(value) if math.isfinite(value) and value == int(value) else value
+
+
+def selection(settings: Settings) -> Selection | None:
+    """Return the choice that these settings make; None if an epoch reads all samples."""
+    if settings.split is None and settings.where is None:
+        return None
+    return Selection(settings.split, settings.validation, settings.where)
+
+
+class Selection:
+    """The samples that take part, by ``split``, ``validation`` and ``where`` of a loader."""
+
+    def __init__(self, split: str | None, validation: float, where: Where | None) -> None:
+        self._split = None if split is None else Split(split, validation)
+        self._where = dict(where or ())
+        self._by_part: dict[tuple[str, int], Int64s] = {}
+
+    def chosen(self, view: View) -> Int64s:
+        """The indices in ``view`` of the samples that take part, ascending.
+
+        Raises :class:`UsageError` for a field that ``view`` lacks, and for one that has no such values.
+        """
+        schema = self._schema(view.schema)
+        wanted = {name: _stored(view.schema[name], values) for name, values in self._where.items()}
+        by_part = {_identity(part): self._by_part.get(_identity(part)) for part in view.parts}
+        fresh = {_identity(part): part for part in view.parts if by_part[_identity(part)] is None}
+        places = MappedParts()
+        try:
+            parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
+            for number, name in enumerate(fresh):
+                by_part[name] = self._of_part(parts, number, places, schema, wanted)
+        finally:
+            places.close()
+        kept = {name: indices for name, indices in by_part.items() if indices is not None}
+        self._by_part = kept  # others have left; a view that another thread asks for may be another one
+        starts = view.starts.tolist()
+        shifted = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
+        return np.concatenate(shifted) if shifted else np.empty(0, dtype=np.int64)
+
+    def _schema(self, schema: Schema) -> Schema:
+        """The fields that the choice depends on."""
+        names = list(self._where)
+        for name in names:
+            if name not in schema:
+                raise UsageError(f"where= needs field {shown(name)}; this dataset has {', '.join(schema.names)}")
+        if self._split is not None:
+            Split.require(schema)
+            names += [KEY] * (KEY not in names)
+        return schema.select(names)
+
+    def _of_part(
+        self, view: View, number: int, places: MappedParts, schema: Schema, wanted: Mapping[str, Any]
+    ) -> Int64s:
+        start, stop = int(view.starts[number]), int(view.starts[number + 1])
+        columns = gather(view, np.arange(start, stop, dtype=np.int64), places, schema)
+        mask = np.ones(stop - start, dtype=np.bool_)
+        for name, values in wanted.items():
+            mask &= _matches(columns[name], values)
+        if self._split is not None:
+            mask &= self._split.mask(columns[KEY])
+        return np.flatnonzero(mask).astype(np.int64)
+
+
+def _stored(field: Field, values: Sequence[Value]) -> Any:
+    """The values as the field has them: an array of its dtype, or a list of bytes for text."""
+    texts = isinstance(values[0], str)
+    if field.kind in ("str", "bytes"):
+        if not texts:
+            raise UsageError(
+                f"where= gives {shown(values[0])} for field {shown(field.name)}, which holds {field.describe()};"
+                " give text"
+            )
+        return [str(value).encode() for value in values]
+    if not field.is_scalar or field.numpy.kind not in "biuf":
+        raise UsageError(
+            f"where= cannot select by field {shown(field.name)}, {field.describe()}: a field of one number or of text"
+        )
+    bad = [value for value in values if not _holds(field, value)]
+    if bad:
+        raise UsageError(
+            f"where= gives {shown(bad[0])} for field {shown(field.name)}, {field.describe()}, which cannot hold it;"
+            f" give {'a number' if texts else 'numbers of this type'}"
+        )
+    return np.array(values).astype(field.numpy)
+
+
+def _holds(field: Field, value: Value) -> bool:
+    if isinstance(value, str):
+        return False
+    if field.numpy.kind == "f":
+        return True
+    if field.numpy.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(field.numpy)
+    return isinstance(value, int) and limits.min <= value <= limits.max
+
+
+def _matches(column: Column, wanted: Any) -> npt.NDArray[np.bool_]:
+    """Which values of a column are wanted."""
+    if not isinstance(column, Ragged):
+        return np.isin(column, wanted)
+    mask = np.zeros(len(column.offsets) - 1, dtype=np.bool_)
+    sizes = np.diff(column.offsets)
+    for size in {len(text) for text in wanted}:
+        rows = np.flatnonzero(sizes == size)
+        if size == 0:
+            mask[rows] = True
+        elif len(rows):
+            at = column.offsets[:-1][rows, None] + np.arange(size)
+            texts = np.ascontiguousarray(column.values[at]).view(f"S{size}")[:, 0]
+            mask[rows] = np.isin(texts, np.array([text for text in wanted if len(text) == size], dtype=f"S{size}"))
+    return mask
+
+
+def _identity(part: ShardFile) -> tuple[str, int]:
+    return part.content or part.id, part.samples

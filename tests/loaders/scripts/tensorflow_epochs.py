@@ -1,0 +1,11 @@
+"""One epoch of all, and one of a side of a split, of ``make_dataset``."""
+
+import sys
+
+from cachetool.loaders.tensorflow import make_dataset
+
+for _ in make_dataset(sys.argv[1], batch_size=8):
+    pass
+for _ in make_dataset(sys.argv[1], batch_size=6, split="train", validation=0.3):
+    pass
+print("{}")
