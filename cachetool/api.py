@@ -15,7 +15,8 @@ from cachetool.core.errors import UsageError
 from cachetool.core.nodes import PLACE
 from cachetool.core.progress import Report, silent
 from cachetool.core.text import shown
-from cachetool.core.units import parse_choice, parse_location, parse_text, parse_whole
+from cachetool.core.units import parse_choice, parse_text, parse_whole
+from cachetool.proc.disk import parse_location
 from cachetool.proc.task import Engine
 
 if TYPE_CHECKING:
@@ -56,13 +57,16 @@ class Cache(CacheDir):
         renew: float | str = 0.1,
         fields: Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
-        stem: str = "first",
+        stem: str | None = None,
         decode: str | None = None,
         resize: int | str | tuple[int, int] | None = None,
-        label_from_folder: bool = False,
+        label_from_folder: bool | str = False,
         read_as: str | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         key: bool = True,
         value_format: str | None = None,
+        follow_links: bool = False,
         concurrency: int | None = None,
         on: str = "local",
         address: str | None = None,
@@ -84,10 +88,10 @@ class Cache(CacheDir):
             refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate, shard_size=shard_size,
             first_shard_after=first_shard_after, policy=policy, min_epochs=min_epochs, on_error=on_error, wait=wait,
             renew=renew, fields=fields, rename=rename, stem=stem, decode=decode, resize=resize,
-            label_from_folder=label_from_folder, read_as=read_as, key=key, value_format=value_format,
-            concurrency=concurrency,
+            label_from_folder=label_from_folder, read_as=read_as, include=include, exclude=exclude, key=key,
+            value_format=value_format, follow_links=follow_links, concurrency=concurrency,
         )  # fmt: skip
-        source = parse_location(source, what="source=")
+        source, options = options.at(parse_location(source, what="source="))
         if runs_on_cluster(on, self.root, address=address, placement=placement):
             from cachetool.cluster.pull import pull_over
 
@@ -114,6 +118,7 @@ class Cache(CacheDir):
         workers: int = 2,
         verify: bool = False,
         wait: float | str = 60.0,
+        on_error: str = "error",
         progress: Report = silent,
         **files: Any,
     ) -> ConvertResult:
@@ -121,8 +126,8 @@ class Cache(CacheDir):
 
         ``source``, a file, a folder or a URL, needs ``out``: the plain files are then made of it instead of the
         cache's shards. ``files`` are the fields of :class:`~cachetool.sources.SourceOptions`: fields, rename, stem,
-        decode, resize, key, read_as, value_format; and ``samples``, the first dimension of the arrays to take. Errors
-        are those of :func:`cachetool.conversion.run.convert`.
+        decode, resize, label_from_folder, key, read_as, include, exclude, value_format, follow_links; and ``samples``,
+        the first dimension of the arrays to take. Errors are those of :func:`cachetool.conversion.run.convert`.
         """
         import cachetool.conversion.run as conversion
 
@@ -134,6 +139,7 @@ class Cache(CacheDir):
             workers=workers,
             verify=verify,
             wait=wait,
+            on_error=on_error,
             files=conversion.source_options(**files),
         )
         return conversion.convert(
@@ -213,7 +219,7 @@ def convert(
         return opened.convert(to=to, out=out, **options)
 
 
-_PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait")
+_PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait", "on_error")
 
 
 def find_shard(cache: CacheDir, name: str) -> Shard:

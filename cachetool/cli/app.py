@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 import cachetool
+from cachetool.cli.options import with_label_kind
 from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
 from cachetool.core.errors import CacheToolError, Interrupted
 from cachetool.proc.disk import known_error
@@ -67,7 +68,7 @@ def run(args: Sequence[str]) -> int:
     try:
         try:
             named = [verb for verb in VERBS if verb in args[:1]]
-            code = program(named or VERBS)(args=list(args), prog_name="cachetool", standalone_mode=False)
+            code = program(named or VERBS)(args=with_label_kind(args), prog_name="cachetool", standalone_mode=False)
         except CacheToolError as error:
             _trace()
             return fail_with(known_error(error) or error, as_json=as_json)

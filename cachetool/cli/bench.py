@@ -15,6 +15,7 @@ import typer
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption, WorkersOption
 from cachetool.cli.output import Output
 from cachetool.core.errors import CacheToolError, from_json
+from cachetool.proc.disk import parse_location
 
 __all__ = ["bench"]
 
@@ -48,7 +49,8 @@ def bench(
       cachetool bench ./volumes --dir /data
     """
     out = Output(as_json=as_json, quiet=quiet)
-    place, where = _place(data, cache, folder)
+    data = None if data is None else parse_location(data, what="DATA")
+    place, where = _place(data, cache, None if folder is None else folder.expanduser())
     chosen = {"dataset": dataset, "workers": workers, "seconds": seconds}
     options = {"data": data, "cache": place, "folder": str(where), **chosen}
     command = [sys.executable, "-m", "cachetool.bench", json.dumps(options)]
@@ -87,9 +89,9 @@ def bench(
 
 def _place(data: str | None, cache: str | None, folder: Path | None) -> tuple[str | None, Path]:
     """The cache to take samples of, None for none; and the folder whose disk is measured."""
-    from cachetool.cache.layout import default_root
+    from cachetool.cache.layout import root_of
 
-    root = default_root() if cache is None else Path(cache)
+    root = root_of(cache)
     there = os.path.isfile(root / "cachetool.json")  # where it may not be looked at there is none for us
     if folder is None and there:
         folder = root.parent

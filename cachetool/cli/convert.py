@@ -10,10 +10,15 @@ from cachetool.cli.options import (
     AddressOption,
     CacheOption,
     DecodeOption,
+    ExcludeOption,
     FieldsOption,
+    FollowLinksOption,
     FormatOption,
+    IncludeOption,
     JsonOption,
     KeyOption,
+    LabelFromFolderOption,
+    OnErrorOption,
     OnOption,
     QuietOption,
     ReadAsOption,
@@ -26,7 +31,7 @@ from cachetool.cli.options import (
     field_names,
     renames,
 )
-from cachetool.cli.output import Output, count, left_out
+from cachetool.cli.output import Output, count, notes_on_source
 from cachetool.core.errors import UsageError
 from cachetool.core.units import format_duration, format_size
 
@@ -85,12 +90,16 @@ def convert(
     dataset: _DatasetOption = None,
     fields: FieldsOption = None,
     rename: RenameOption = None,
-    stem: StemOption = "first",
+    stem: StemOption = None,
     decode: DecodeOption = None,
     resize: ResizeOption = None,
+    label_from_folder: LabelFromFolderOption = None,
     key: KeyOption = True,
     read_as: ReadAsOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     value_format: ValueFormatOption = None,
+    follow_links: FollowLinksOption = False,
     shard_size: _ShardSizeOption = None,
     compression: _CompressionOption = None,
     workers: WorkersOption = 2,
@@ -98,6 +107,7 @@ def convert(
     address: AddressOption = None,
     verify: _VerifyOption = False,
     wait: RoomWaitOption = "60s",
+    on_error: OnErrorOption = "error",
     dry_run: _DryRunOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -120,30 +130,20 @@ def convert(
 
     output = Output(as_json=as_json, quiet=quiet)
     file_options: dict[str, Any] = {
-        "fields": field_names(fields),
-        "rename": renames(rename),
-        "stem": stem,
-        "decode": decode,
-        "resize": resize,
-        "key": key,
-        "read_as": read_as,
-        "value_format": value_format,
-    }
+        "fields": field_names(fields), "rename": renames(rename), "stem": stem, "decode": decode, "resize": resize,
+        "label_from_folder": label_from_folder or False, "key": key, "read_as": read_as,
+        "include": tuple(include or ()), "exclude": tuple(exclude or ()), "value_format": value_format,
+        "follow_links": follow_links,
+    }  # fmt: skip
     if source is None:
-        _refuse_file_options(dry_run, file_options)
+        _refuse_file_options(dry_run or on_error != "error", file_options)
     elif dry_run:
-        _show_preview(output, source, file_options)
+        _show_preview(output, source, file_options, on_error)
         return
     asked: dict[str, Any] = {
-        "to": to,
-        "out": out,
-        "dataset": dataset,
-        "shard_size": shard_size,
-        "compression": compression,
-        "workers": workers,
-        "verify": verify,
-        "wait": wait,
-    }
+        "to": to, "out": out, "dataset": dataset, "shard_size": shard_size, "compression": compression,
+        "workers": workers, "verify": verify, "wait": wait, "on_error": on_error,
+    }  # fmt: skip
     place: dict[str, Any] = {"cache": cache, "max_size": max_size}
     if api.runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
@@ -158,12 +158,13 @@ def convert(
     _print(output, result)
 
 
-def _refuse_file_options(dry_run: bool, file_options: dict[str, Any]) -> None:
+def _refuse_file_options(asked: bool, file_options: dict[str, Any]) -> None:
     """Raise :class:`UsageError` for options of files where the cache's shards are converted."""
-    of_files = ("fields", "rename", "decode", "resize", "read_as", "value_format")
-    if dry_run or any(file_options[name] for name in of_files):
+    of_files = [name for name in file_options if name != "key"]
+    if asked or any(file_options[name] for name in of_files):
         raise UsageError(
-            "--dry-run, --fields, --rename, --decode, --resize, --read-as and --value-format go with an INPUT"
+            "--dry-run, --on-error, --fields, --rename, --stem, --decode, --resize, --label-from-folder, --read-as,"
+            " --include, --exclude, --value-format and --follow-links go with an INPUT"
         )
 
 
@@ -171,8 +172,8 @@ def _print(output: Output, result: ConvertResult) -> None:
     """The result, as text or as JSON, after a note on what was left out."""
     from cachetool.sources.readers import NOT_ASKED
 
-    if lost := left_out([skip for skip in result.skipped if skip[1] != NOT_ASKED], "--dry-run lists them"):
-        output.note(lost)
+    skipped = [skip for skip in result.skipped if skip[1] != NOT_ASKED]
+    notes_on_source(output, result.notes, skipped, result.left_out_counts, more="--dry-run lists them")
     if output.as_json:
         output.document(result.as_dict())
         return
@@ -184,17 +185,22 @@ def _print(output: Output, result: ConvertResult) -> None:
     )
 
 
-def _show_preview(output: Output, source: str, file_options: dict[str, Any]) -> None:
+def _show_preview(output: Output, source: str, file_options: dict[str, Any], on_error: str) -> None:
     """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
     from cachetool.conversion.run import preview
     from cachetool.sources import SourceOptions
 
     with output.progress() as report:
-        summary = preview(source, SourceOptions(**file_options), report=report)
+        summary = preview(source, SourceOptions(**file_options), report=report, on_error=on_error)
     if output.as_json:
         output.document(summary.as_dict())
         return
     output.line(f"{summary.input}: {count(summary.samples, 'sample')}")
+    for note in summary.notes:
+        output.line(f"note: {note}")
     output.table(["field", "type"], summary.schema.items())
     if summary.skipped:
         output.table(["left out", "why"], summary.skipped)
+    reasons = {why for _, why in summary.skipped}
+    unnamed = {why: number for why, number in summary.left_out_counts.items() if why not in reasons}
+    notes_on_source(output, (), (), unnamed, more="")

@@ -7,6 +7,7 @@ error of the first one, and its exit code.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import typer
 
 from cachetool.cli.output import Output, count, fail
 from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.nodes import address_option
 from cachetool.core.units import format_size
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
     _end(out, nodes, nodes.as_dict() if out.as_json else None)
     if not nodes.total()["sound"]:
         if not out.as_json and not arguments["repair"]:
-            out.note(f"run: cachetool verify --repair --on ray{'' if cache is None else f' --cache {cache}'}")
+            out.note(f"run: cachetool verify --repair --on ray{address_option(address)}{_cache_option(cache)}")
         raise typer.Exit(CorruptError.exit_code)
 
 
@@ -132,9 +134,9 @@ def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any],
     if folder is not None and "{node}" not in folder:
         raise UsageError(
             f"every node writes files of its own, and {folder} is one folder;"
-            f" name one for each node: --out {folder}/{{node}}"
+            f" name one for each node: --out {shlex.quote(folder)}/{{node}}"
         )
-    given = {**arguments, "out": None if folder is None else os.path.abspath(folder)}
+    given = {**arguments, "out": None if folder is None else os.path.abspath(os.path.expanduser(folder))}
     with out.progress() as report:
         nodes = on_nodes("convert", cache, given, address=address, report=report, notify=out.note)
     if not out.as_json:
@@ -152,15 +154,21 @@ def convert_files(out: Output, source: str, arguments: Mapping[str, Any], addres
     from cachetool import api
     from cachetool.cluster.engine import connect
     from cachetool.cluster.spread import Spread
+    from cachetool.stores import redact
 
     if arguments["out"] is None:
         raise UsageError(
             "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
-            f"\ninto the caches of the nodes a file is pulled: cachetool pull {source} --all --on ray"
+            f"\ninto the caches of the nodes a file is pulled: cachetool pull {shlex.quote(redact(source))} --all"
+            f" --on ray{address_option(address)}{_cache_option(arguments['cache'])}"
         )
     with connect(address, out.note) as engine, out.progress() as report:
         spread = Spread(engine, engine.nodes(), per_node=arguments["workers"])
         return api.convert(source, **arguments, progress=report, engine=spread)
+
+
+def _cache_option(cache: str | None) -> str:
+    return "" if cache is None else f" --cache {shlex.quote(cache)}"
 
 
 def _table(

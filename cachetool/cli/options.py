@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -13,11 +14,16 @@ __all__ = [
     "CacheOption",
     "DatasetOption",
     "DecodeOption",
+    "ExcludeOption",
     "FieldsOption",
+    "FollowLinksOption",
     "FormatOption",
+    "IncludeOption",
     "JsonOption",
     "KeyOption",
+    "LabelFromFolderOption",
     "MinEpochsOption",
+    "OnErrorOption",
     "OnOption",
     "PolicyOption",
     "QuietOption",
@@ -33,7 +39,11 @@ __all__ = [
     "complete_policy",
     "field_names",
     "renames",
+    "with_label_kind",
 ]
+
+
+_LABEL, _LABEL_KINDS = "--label-from-folder", ("text", "int")
 
 
 def complete_format(incomplete: str) -> list[str]:
@@ -103,35 +113,78 @@ WorkersOption = Annotated[
 ]
 FieldsOption = Annotated[
     list[str] | None,
-    typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename); repeatable."),
+    typer.Option(
+        "--fields",
+        metavar="A,B|-A,-B",
+        help="Keep only these fields (names after --rename); with a minus before each name all but these. Repeatable.",
+    ),
 ]
 RenameOption = Annotated[
     list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
 ]
 StemOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--stem",
         metavar="first|last|REGEX",
-        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX.",
+        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX."
+        " Default: the first, or the last where only that can be meant, which a note says.",
     ),
 ]
 DecodeOption = Annotated[
-    str | None, typer.Option("--decode", metavar="image", help="Decode JPEG and PNG into uint8 arrays.")
+    str | None,
+    typer.Option(
+        "--decode",
+        metavar="image|mask|cf",
+        help="image: images become uint8 arrays of colours; mask: likewise, but those of one channel (palette, gray)"
+        " keep their numbers; cf: packed numbers and times of HDF5, netCDF4 and Zarr become what they stand for.",
+    ),
 ]
 ResizeOption = Annotated[
     str | None,
     typer.Option(
-        "--resize", metavar="SIDE|HxW", help="With --decode image: give every image this size, 224 meaning 224x224."
+        "--resize",
+        metavar="SIDE|HxW",
+        help="With --decode image or mask: give every image this size, 224 meaning 224x224.",
     ),
 ]
 KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
+LabelFromFolderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--label-from-folder",
+        metavar="[text|int]",
+        help="Add the folder's name as the field 'label', or with int its number among the sorted names.",
+    ),
+]
 ReadAsOption = Annotated[
     str | None,
     typer.Option(
         "--read-as",
-        metavar="objects|files",
-        help="Objects are a sample each, or files of many samples. Default: by what is there.",
+        metavar="objects|files|groups|rows|KIND",
+        help="A sample is an object, or lies in a file of many: as a group, or as a row; or in those of one KIND (tar,"
+        " parquet, hdf5, ...). Default: by what is there.",
+    ),
+]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="GLOB",
+        help="Take only these names; repeatable. Without / a glob is for the last part of a name, with / for all of it"
+        " below SOURCE; ** matches folders.",
+    ),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Leave out these names, as for --include; repeatable."),
+]
+FollowLinksOption = Annotated[
+    bool,
+    typer.Option(
+        "--follow-links",
+        help="Read what links in a folder lead to, also outside of it: any file that you may read. Only for folders"
+        " whose links you trust.",
     ),
 ]
 ValueFormatOption = Annotated[
@@ -141,6 +194,10 @@ ValueFormatOption = Annotated[
         metavar="KIND",
         help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
     ),
+]
+OnErrorOption = Annotated[
+    str,
+    typer.Option("--on-error", metavar="error|skip", help="A bad object is an error, or is skipped (up to 1 %)."),
 ]
 
 OnOption = Annotated[
@@ -157,6 +214,22 @@ AddressOption = Annotated[
 def field_names(texts: list[str] | None) -> tuple[str, ...] | None:
     """The names in ``--fields a,b --fields c``."""
     return tuple(name.strip() for name in ",".join(texts).split(",")) if texts else None
+
+
+def with_label_kind(args: Sequence[str]) -> list[str]:
+    """The command line with ``--label-from-folder`` joined to its kind, text where none is given: Typer would take the
+    next word for it, which may be the source."""
+    out: list[str] = []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*out, word, *words]
+        if word == _LABEL:
+            kind = words.pop(0) if words and words[0] in _LABEL_KINDS else _LABEL_KINDS[0]
+            word = f"{_LABEL}={kind}"
+        out.append(word)
+    return out
 
 
 def renames(pairs: list[str] | None) -> dict[str, str]:

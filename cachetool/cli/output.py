@@ -46,6 +46,7 @@ __all__ = [
     "fail",
     "fail_with",
     "left_out",
+    "notes_on_source",
     "plain",
     "prepare_streams",
     "wants_json",
@@ -56,6 +57,8 @@ PIPE_CLOSED = 141
 """Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
 
 
+DESCRIBES = "describes other files"
+"""Why a README.md is left out, as :mod:`cachetool.sources.grouping` says it."""
 _SHOWN = 3
 """Names in a line about what was left out."""
 
@@ -129,12 +132,30 @@ def fail_with(error: CacheToolError, *, as_json: bool) -> int:
 def left_out(skipped: Iterable[tuple[str, str]], more: str) -> str:
     """What was not taken although nobody said so, names and reasons, in a line that ends with ``more`` where there are
     too many; empty for nothing."""
-    # Rows that are lost before single values.
-    lost = sorted(skipped, key=lambda skip: not skip[1].startswith("its first dimension"))
+    # Rows that are lost before single values, and what nobody takes for samples at last.
+    lost = sorted(skipped, key=lambda skip: (not skip[1].startswith("its first dimension"), skip[1] == DESCRIBES))
     if not lost:
         return ""
     remaining = f"; and {len(lost) - _SHOWN} more; {more}" if len(lost) > _SHOWN else ""
     return f"left out: {'; '.join(f'{name} ({why})' for name, why in lost[:_SHOWN])}{remaining}"
+
+
+def notes_on_source(
+    out: Output, notes: Iterable[str], skipped: Iterable[tuple[str, str]], counts: Mapping[str, int], *, more: str
+) -> None:
+    """Lines about how a source was read: what was decided, what was left out by name, and how much without one."""
+    from cachetool.sources.kinds import IN_USE
+
+    names = list(skipped)
+    named = {why for _, why in names}.union(IN_USE)
+    unnamed = [f"{number} {why}" for why, number in counts.items() if why not in named]
+    lost = left_out(names, more)
+    for note in notes:
+        out.note(f"note: {note}")
+    if lost:
+        out.note(lost)
+    if unnamed:
+        out.note(f"{'also ' if lost else ''}left out: {', '.join(unnamed)}")
 
 
 def wants_json(args: Sequence[str]) -> bool:

@@ -10,10 +10,15 @@ from cachetool.cli.options import (
     AddressOption,
     CacheOption,
     DecodeOption,
+    ExcludeOption,
     FieldsOption,
+    FollowLinksOption,
+    IncludeOption,
     JsonOption,
     KeyOption,
+    LabelFromFolderOption,
     MinEpochsOption,
+    OnErrorOption,
     OnOption,
     PolicyOption,
     QuietOption,
@@ -29,7 +34,7 @@ from cachetool.cli.options import (
     field_names,
     renames,
 )
-from cachetool.cli.output import Output, count, left_out
+from cachetool.cli.output import Output, count, notes_on_source
 from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -107,13 +112,6 @@ _FirstShardAfterOption = Annotated[
         " none: when it is full. Replicas, which must be alike, close it when it is full.",
     ),
 ]
-_LabelFromFolderOption = Annotated[
-    bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
-]
-_OnErrorOption = Annotated[
-    str,
-    typer.Option("--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."),
-]
 _RenewOption = Annotated[
     str,
     typer.Option("--renew", metavar="SHARE", help="Share of a full cache that each epoch gives up for new samples."),
@@ -150,14 +148,17 @@ def pull(
     first_shard_after: _FirstShardAfterOption = "10s",
     fields: FieldsOption = None,
     rename: RenameOption = None,
-    stem: StemOption = "first",
+    stem: StemOption = None,
     decode: DecodeOption = None,
     resize: ResizeOption = None,
-    label_from_folder: _LabelFromFolderOption = False,
+    label_from_folder: LabelFromFolderOption = None,
     read_as: ReadAsOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     key: KeyOption = True,
     value_format: ValueFormatOption = None,
-    on_error: _OnErrorOption = "error",
+    follow_links: FollowLinksOption = False,
+    on_error: OnErrorOption = "error",
     renew: _RenewOption = "10%",
     min_epochs: MinEpochsOption = 0,
     wait: RoomWaitOption = "60s",
@@ -177,6 +178,7 @@ def pull(
       cachetool pull ./volumes --samples 1000 --max-size 50GB
       cachetool pull s3://bucket/train/ --to hdf5 --fields image,label --follow
       cachetool pull s3://bucket/run7.h5 --samples 500 --dataset run7
+      cachetool pull 's3://bucket/shards/*.tar' --all
       cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
     from cachetool.api import open_cache
@@ -192,13 +194,13 @@ def pull(
             source, to=to, samples=samples, everything=everything, follow=follow, dataset=dataset, seed=seed,
             order=order, refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate,
             shard_size=shard_size, first_shard_after=first_shard_after, policy=policy, fields=field_names(fields),
-            rename=renames(rename), stem=stem, decode=decode, resize=resize, label_from_folder=label_from_folder,
-            read_as=read_as, key=key, value_format=value_format, on_error=on_error, renew=renew,
-            min_epochs=min_epochs, wait=wait, concurrency=concurrency, on=on, address=address, placement=placement,
-            progress=report,
+            rename=renames(rename), stem=stem, decode=decode, resize=resize,
+            label_from_folder=label_from_folder or False, read_as=read_as, include=include or (),
+            exclude=exclude or (), key=key, value_format=value_format, follow_links=follow_links, on_error=on_error,
+            renew=renew, min_epochs=min_epochs, wait=wait, concurrency=concurrency, on=on, address=address,
+            placement=placement, progress=report,
         )  # fmt: skip
-    if lost := left_out(result.left_out, "--json lists them"):
-        out.note(lost)
+    notes_on_source(out, result.notes, result.left_out, result.left_out_counts, more="--json lists them")
     if result.warning:
         out.note(f"warning: {result.warning}")
     if as_json:
@@ -234,6 +236,7 @@ def _print(out: Output, result: PullResult) -> None:
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:
             out.line(f"  {skip['key']}: {skip['reason']}")
     if result.reason == _AT_ITS_END and not result.samples:
-        out.line(f"stopped: {result.reason}, all was drawn; --refresh looks for what is new, --follow draws it again")
+        refresh = "--refresh looks for what is new, " if result.of_objects else ""
+        out.line(f"stopped: {result.reason}, all was drawn; {refresh}--follow draws again what was evicted")
     elif result.reason != "done":
         out.line(f"stopped: {result.reason}")

@@ -14,8 +14,8 @@ import typer
 from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, JsonOption, OnOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.core.errors import UsageError
-from cachetool.core.units import format_size, parse_location
-from cachetool.proc.disk import disk_error
+from cachetool.core.units import format_size
+from cachetool.proc.disk import disk_error, parse_location
 from cachetool.proc.folders import replacing, resolved
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ _EVERY = 1.0
 _EVERY_LINE = 2.0
 _WINDOW = 30.0
 """Seconds over which rates are taken: shards are committed whole, so a shorter time would show bursts."""
+_GAP = 2
 _MOST = 5
 """Rows of a table."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -113,7 +114,7 @@ def rendered(figures: Look, rates: Rates, width: int) -> Group:
     from rich.text import Text
 
     cells: list[Any] = _head(figures, rates, width)
-    for table in _tables(figures):
+    for table in _tables(figures, width):
         cells += [Text(""), table] if table is not None else []
     for row in figures["errors"][:1]:
         at = time.strftime("%H:%M:%S", time.localtime(row["at"]))
@@ -153,10 +154,11 @@ def _head(figures: Look, rates: Rates, width: int) -> list[Text]:
     return lines
 
 
-def _tables(figures: Look) -> list[Table | None]:
+def _tables(figures: Look, width: int) -> list[Table | None]:
     """One table for each kind of row, None for a kind without rows."""
     return [
         _table(
+            width,
             ["dataset", "format", ">shards", ">samples", ">bytes"],
             [
                 (row["name"], name, totals["shards"], totals["samples"], format_size(totals["bytes"]))
@@ -165,14 +167,22 @@ def _tables(figures: Look) -> list[Table | None]:
             ],
         ),
         _table(
-            ["source", ">coverage", ">pass", ">fetched", ">reuse"], [_source_cells(row) for row in figures["sources"]]
+            width,
+            ["source", ">coverage", ">pass", ">fetched", ">reuse"],
+            [_source_cells(row) for row in figures["sources"]],
         ),
-        _table(["pull", "state", ">samples"], [(row["url"], row["phase"], row["samples"]) for row in figures["pulls"]]),
         _table(
-            ["epoch", ">samples", ">batches", ">took", "waited"],
+            width,
+            ["pull", "state", ">samples"],
+            [(row["url"], row["phase"], row["samples"]) for row in figures["pulls"]],
+        ),
+        _table(
+            width,
+            ["dataset and epoch", ">samples", ">batches", ">took", "waited"],
             [_epoch_cells(row) for row in reversed(figures["epochs"][-_MOST:])],
         ),
         _table(
+            width,
             ["evicted for", "policy", "dataset", ">shards", ">bytes"],
             [
                 (row["reason"], row["policy"], row["dataset"], row["shards"], format_size(row["bytes"]))
@@ -180,6 +190,7 @@ def _tables(figures: Look) -> list[Table | None]:
             ],
         ),
         _table(
+            width,
             ["reader", "program", "dataset", ">version"],
             [(f"pid {row['pid']}", row["what"], row["dataset"], row["version"]) for row in figures["leases"]],
         ),
@@ -204,25 +215,29 @@ def _epoch_cells(row: Mapping[str, Any]) -> Sequence[object]:
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
-    """The first rows, the first column giving way when there is too little room; None without any."""
+def _table(width: int, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
+    """The first rows, the widest column giving way when there is too little room; None without any."""
     if not rows:
         return None
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, expand=True, padding=(0, 2, 0, 0), header_style="bold underline")
+    shown = [[plain(cell) for cell in cells] for cells in rows[:_MOST]]
+    widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
+    widest = widths.index(max(widths))
+    expand = sum(widths) + _GAP * len(widths) > width
+    table = Table(box=None, pad_edge=False, expand=expand, padding=(0, _GAP, 0, 0), header_style="bold underline")
     for number, name in enumerate(columns):
         table.add_column(
             Text(name.removeprefix(">")),
             justify="right" if name[0] == ">" else "left",
             overflow="ellipsis",
             no_wrap=True,
-            ratio=1 if number == 0 else None,
-            min_width=12 if number == 0 else None,
+            ratio=1 if expand and number == widest else None,
+            min_width=12 if expand and number == widest else None,
         )
-    for cells in rows[:_MOST]:
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+    for cells in shown:
+        table.add_row(*map(Text, cells))
     if len(rows) > _MOST:
         table.add_row(Text(f"and {len(rows) - _MOST} more"))
     return table

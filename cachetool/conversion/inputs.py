@@ -18,7 +18,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,16 +32,20 @@ from cachetool.core.block import Block
 from cachetool.core.errors import AccessDenied, NotFound, UsageError
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.schema import Schema
-from cachetool.core.units import parse_location
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.shard import check_content, check_samples, open_shard
+from cachetool.proc.disk import parse_location
 from cachetool.proc.folders import make_missing, shortened
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import scratch
 from cachetool.proc.task import Channel, Message, Task
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.blame import naming_skip
+from cachetool.sources.braces import braces_of
+from cachetool.sources.classes import numbered
 from cachetool.sources.file_opening import run_of_blocks
+from cachetool.sources.globs import with_glob
 from cachetool.sources.registry import check_place
 from cachetool.stores import canonical, local_path, split_url
 from cachetool.stores.redact import printable
@@ -70,6 +74,10 @@ class Input(Protocol):
         input keeps, if it does. Raises :class:`CorruptError` naming file, sample and field."""
         ...
 
+    def left_out(self) -> list[tuple[str, str]]:
+        """Samples of the blocks since the last call that could not be used: key and reason."""
+        ...
+
     def close(self) -> None:
         """Let go of files. May be called twice."""
         ...
@@ -77,14 +85,20 @@ class Input(Protocol):
 
 @contextlib.contextmanager
 def described(
-    source: str | Path, options: SourceOptions, *, beside: Path | None = None, report: Report = silent
+    source: str | Path,
+    options: SourceOptions,
+    *,
+    beside: Path | None = None,
+    report: Report = silent,
+    skip_bad: bool = False,
 ) -> Iterator[Message]:
     """How :func:`open_input` opens a source in another process; good inside of the ``with`` block.
 
-    ``beside`` is the output; None where there is none: then the listing lies where temporary files go. Raises
-    :class:`UsageError` for a cache, and the errors of :func:`cachetool.sources.list_source`.
+    ``beside`` is the output; None where there is none: then the listing lies where temporary files go. ``skip_bad``:
+    samples that cannot be used are left out. Raises :class:`UsageError` for a cache, and the errors of
+    :func:`cachetool.sources.list_source`.
     """
-    url = str(source) if isinstance(source, Path) else parse_location(source, what="INPUT")
+    url, options = with_glob(parse_location(source, what="INPUT"), options)
     check_place(url)
     local = split_url(url)[0] in ("", "file")
     if local:
@@ -93,15 +107,22 @@ def described(
             there = path.exists()
         except PermissionError as error:
             raise AccessDenied(f"{printable(str(source))!r}: permission denied") from error
-        if not there:
+        if not there and braces_of(url) is None:
             raise UsageError(f"there is no {source}; name a file or a folder")
         if Layout(path).is_cache:
             raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
         url = str(path)
     with _folder(beside) as folder:
-        arguments: dict[str, Any] = {"url": url, "listing": str(folder / "listing"), "options": options.to_json()}
+        arguments: dict[str, Any] = {
+            "url": url,
+            "listing": str(folder / "listing"),
+            "options": options.to_json(),
+            "skip_bad": skip_bad,
+        }
         if local:
-            yield {**look(_Reporting(report), **arguments), "path": url}
+            braces = braces_of(url)
+            seen = url if braces is None else str(local_path(braces.place))
+            yield {**look(_Reporting(report), **arguments), "path": seen}
             return
         task = Task("cachetool.conversion.inputs:look", arguments)
         yield LocalEngine().run([task], lambda _, message: report(Progress(**message)))[0]
@@ -122,17 +143,20 @@ def _folder(beside: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def look(channel: Channel, *, url: str, listing: str, options: Message) -> Message:
+def look(channel: Channel, *, url: str, listing: str, options: Message, skip_bad: bool) -> Message:
     """The task: list what is at ``url``, look at all that its schema needs, and give the description."""
     parsed, folder, reporter = SourceOptions.from_json(options), Path(listing), _Reporter(channel)
     progress = reporter.listed
-    list_source(url, folder, parsed, progress=progress, survey="all")
+    list_source(url, folder, parsed, progress=progress, survey="all", skip_bad=skip_bad)
+    parsed = numbered(parsed, [folder])
+    options = parsed.to_json()
     with contextlib.closing(open_source(url, folder, parsed, number=False)) as source:
         objects = not hasattr(source, "check")
         units = np.arange(min(source.units, PROBED if objects else 1), dtype=np.int64)
         if objects and split_url(url)[0] not in ("", "file"):
             units = np.unique(np.linspace(0, source.units - 1, PROBED_ELSEWHERE).astype(np.int64))
-        probe = source.probe(units)
+        with naming_skip(skip_bad=skip_bad, has_refresh=False):
+            probe = source.probe(units, skip_bad=skip_bad)
         return {
             "kind": "objects" if objects else "files",
             "url": url,
@@ -144,6 +168,8 @@ def look(channel: Channel, *, url: str, listing: str, options: Message) -> Messa
             "mean": probe.mean_bytes,
             "in_order": getattr(source, "in_order", False),
             "skipped": getattr(source, "skipped", ()),
+            "left_out_counts": getattr(source, "left_out_counts", {}),
+            "skip_bad": skip_bad,
             "identity": _identity(url, options, source.identity),
         }
 
@@ -191,6 +217,8 @@ class Survey:
     """Whether any run of samples can be read without those before it; else one worker reads all in order."""
     skipped: tuple[tuple[str, str], ...]
     """What is there but not taken: name and reason."""
+    left_out_counts: Mapping[str, int]
+    """How many objects are not taken, by reason."""
     runs: list[tuple[int, int]]
     """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
     size: int
@@ -222,7 +250,8 @@ def _survey(description: Message, part_bytes: int) -> Survey:
         schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
         skipped = tuple((str(name), str(why)) for name, why in description["skipped"])
-        return Survey(schema, samples, not description["in_order"], skipped, _runs(samples, size, part_bytes), size)
+        counts, runs = description["left_out_counts"], _runs(samples, size, part_bytes)
+        return Survey(schema, samples, not description["in_order"], skipped, counts, runs, size)
     source = open_input(description)
     try:
         size = source.schema.fixed_nbytes
@@ -230,7 +259,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
             first = next(source.blocks(0, min(source.samples, 256)))
             size = -(-first.nbytes // len(first))
         cuts = _runs(source.samples, size, part_bytes)
-        return Survey(source.schema, source.samples, True, (), cuts, size)
+        return Survey(source.schema, source.samples, True, (), {}, cuts, size)
     finally:
         source.close()
 
@@ -288,6 +317,9 @@ class _Stored:
             computed, done = checksums[:, done : done + high - low], done + high - low
             check_samples(computed, part.checksums()[:, low:high], self.schema, name=part.name, first=low)
 
+    def left_out(self) -> list[tuple[str, str]]:
+        return []
+
     def _inside(self, start: int, stop: int) -> Iterator[tuple[_Part, int, int]]:
         """The parts that hold samples ``start`` to ``stop``, and which of each part these are."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -319,12 +351,19 @@ class _Sourced:
         options = SourceOptions.from_json(description["options"])
         self.schema, self.samples = Schema.from_json(description["schema"]), int(description["samples"])
         self._source: Source = open_source(description["url"], Path(description["listing"]), options, number=False)
+        self._skip_bad, self._left_out = bool(description["skip_bad"]), list[tuple[str, str]]()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        with contextlib.closing(self._source.read(np.arange(start, stop), schema=self.schema)) as pieces:
+        reading = self._source.read(np.arange(start, stop), schema=self.schema, skip_bad=self._skip_bad)
+        with contextlib.closing(reading) as pieces, naming_skip(skip_bad=self._skip_bad, has_refresh=False):
             for piece in pieces:
+                self._left_out += [(skipped.key, skipped.reason) for skipped in piece.skipped]
                 if len(piece.block):
                     yield piece.block.with_plain_bools()
+
+    def left_out(self) -> list[tuple[str, str]]:
+        left_out, self._left_out = self._left_out, []
+        return left_out
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         if (check := getattr(self._source, "check", None)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from cachetool.core.progress import Report, silent
 from cachetool.core.text import shown
 from cachetool.core.units import (
     is_one_of,
+    parse_choice,
     parse_duration,
     parse_flag,
-    parse_location,
     parse_size,
     parse_text,
     parse_workers,
@@ -35,8 +35,10 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import stored_checksums
+from cachetool.proc.disk import parse_location
 from cachetool.proc.task import Engine, Message
 from cachetool.sources import SourceOptions
+from cachetool.sources.readers import notes_of
 from cachetool.stores import redact
 
 __all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "output_folder", "preview"]
@@ -56,6 +58,8 @@ class ConvertOptions:
     """Read everything back through the target's own library."""
     wait: float | str = 60.0
     """Seconds to wait for room that readers hold."""
+    on_error: str = "error"
+    """``skip``: samples of an input that cannot be used are left out, up to 1 %."""
     files: SourceOptions = field(default_factory=SourceOptions)
     """How the samples of an input are made."""
 
@@ -67,6 +71,7 @@ class ConvertOptions:
             raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
         object.__setattr__(self, "workers", parse_workers(self.workers))
         object.__setattr__(self, "verify", parse_flag(self.verify, what="--verify"))
+        parse_choice(self.on_error, ("error", "skip"), what="--on-error")
         if self.dataset is not None:
             parse_text(self.dataset, what="--dataset")
         if self.shard_size is not None:
@@ -96,7 +101,11 @@ class Preview:
     schema: dict[str, str]
     """Field to type and shape, in words."""
     skipped: tuple[tuple[str, str], ...]
-    """What would not be taken: name and reason."""
+    """What would not be taken: name and reason; the first 100."""
+    left_out_counts: Mapping[str, int]
+    """How many objects would not be taken, by reason."""
+    notes: tuple[str, ...] = ()
+    """What was decided about how the source is read, and the option that decides otherwise."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -123,19 +132,27 @@ class ConvertResult:
     verified: bool
     """Whether everything was read back through the format's own library."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """What of the input was not taken: name and reason."""
+    """What of the input was not taken: name and reason; the first 100."""
+    left_out_counts: Mapping[str, int] = field(default_factory=dict)
+    """How many objects of the input were not taken, by reason."""
+    notes: tuple[str, ...] = ()
+    """What was decided about how the source is read, and the option that decides otherwise."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
 
 
-def preview(source: str | Path, options: SourceOptions, *, report: Report = silent) -> Preview:
+def preview(source: str | Path, options: SourceOptions, *, report: Report = silent, on_error: str = "error") -> Preview:
     """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
-    with described(source, options, report=report) as description:
+    parse_choice(on_error, ("error", "skip"), what="--on-error")
+    with described(source, options, report=report, skip_bad=on_error == "skip") as description:
         contents = survey(description, DEFAULT_PART)
         fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
-        return Preview(redact(str(source)), description["kind"], contents.samples, fields, contents.skipped)
+        skipped, notes = notes_of(contents.skipped)
+        return Preview(
+            redact(str(source)), description["kind"], contents.samples, fields, skipped, contents.left_out_counts, notes
+        )
 
 
 def needs_out(source: str | Path, cache: str | Path | None = None) -> UsageError:
@@ -210,6 +227,7 @@ def convert(
         with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
             digest = content_digest(snapshot.shards)
     samples = sum(count for count, _ in shard_sizes)
+    skipped, notes = notes_of(contents.skipped if contents else ())
     return ConvertResult(
         to=options.to,
         dataset=dataset,
@@ -220,7 +238,9 @@ def convert(
         out=None if out is None else str(out),
         seconds=round(time.monotonic() - began, 3),
         verified=options.verify,
-        skipped=contents.skipped if contents else (),
+        skipped=skipped,
+        left_out_counts=contents.left_out_counts if contents else {},
+        notes=notes,
     )
 
 
@@ -249,7 +269,8 @@ def _to_files(
 
     require_new(out)  # before anything is fetched, and before a lease is written
     if source is not None:
-        with described(source, options.files, beside=out, report=report) as description:
+        skip_bad = options.on_error == "skip"
+        with described(source, options.files, beside=out, report=report, skip_bad=skip_bad) as description:
             return None, write(description)
     assert cache is not None
     with cache.snapshot(dataset=options.dataset, peek=True) as snapshot:

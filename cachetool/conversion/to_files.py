@@ -17,14 +17,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from cachetool.cache.layout import refuse_in_cache
 from cachetool.conversion.inputs import Input, Survey, identity, open_input, survey
 from cachetool.core.block import Block
-from cachetool.core.errors import CacheToolError, UsageError, from_json, to_json
+from cachetool.core.errors import BadObject, CacheToolError, UsageError, from_json, to_json
 from cachetool.core.names import Name
 from cachetool.core.progress import Progress, Report
 from cachetool.core.schema import Schema
@@ -46,7 +47,9 @@ from cachetool.proc.folders import (
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import WorkFolder
 from cachetool.proc.task import Channel, Engine, Message, Task
+from cachetool.pull.job import too_many
 from cachetool.sources.ours import DATASET_FILE, LAYOUT
+from cachetool.sources.readers import MAX_SKIPPED
 
 __all__ = ["export", "require_new", "sized", "write_parts"]
 
@@ -90,6 +93,8 @@ def export(
     contents = survey(description, part_bytes)
     schema, samples, cuts = contents.schema, contents.samples, contents.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
+    if description.get("skip_bad"):
+        plan["on_error"] = "skip"
     names = [_name(number, kind) for number in range(len(cuts))]
     pieces = workers if engine is None else engine.pieces(workers)
     with _place(out) as parent, _working(out, plan) as work, _resumable(work, names):
@@ -108,15 +113,21 @@ def export(
         tasks = [_task(description, work, kind, compression, verify, todo[n::count]) for n in range(count)]
         for outcome in (engine or LocalEngine()).run(tasks, on_message):
             finished |= {part["file"]: part for part in outcome["parts"]}
-        parts = [finished[name] for name in names]
+        left_out, unused = _left_out(finished.values())
+        _refuse_too_many(unused, samples, left_out)
+        contents = replace(contents, skipped=(*contents.skipped, *left_out))
         folder = work.inside / _MADE
+        for name in names:
+            if not finished[name]["samples"]:  # none of its samples could be used
+                _remove_part(work.inside, name)
+        parts = [{key: part[key] for key in _SAID} for name in names if (part := finished[name])["samples"]]
         digest = _digest(folder, parts, schema)
         about = {
             "layout": LAYOUT,
             "format": kind.name,
             "compression": compression,
             "schema": schema.to_json(),
-            "samples": samples,
+            "samples": sum(part["samples"] for part in parts),
             "content": digest,
             "parts": parts,
         }
@@ -184,7 +195,7 @@ def _parts(
     verify: bool,
     todo: list[tuple[int, int, int]],
 ) -> list[Message]:
-    source, parts = open_input(description), []
+    source, parts, unused = open_input(description), [], 0
     try:
         for number, start, stop in todo:
             name = _name(number, kind)
@@ -194,7 +205,11 @@ def _parts(
             _remove_part(where, name)
             path = where / _MADE / name
             written = _write(source, path, kind, start, stop, compression, channel)
-            source.check(start, written.checksums)
+            left_out = source.left_out()
+            unused += len(left_out)
+            _refuse_too_many(unused, source.samples, left_out)
+            if not left_out:  # else it is not known which samples these are
+                source.check(start, written.checksums)
             if verify:
                 verify_file(path, kind, source.schema, written.checksums)
             content = ContentDigest(source.schema)
@@ -204,6 +219,8 @@ def _parts(
                 "samples": written.samples,
                 "payload": written.payload,
                 "content": content.hexdigest(),
+                "left_out": left_out[:MAX_SKIPPED],
+                "left_out_count": len(left_out),
             }
             write_durable(_record(where, name), json.dumps(part).encode())
             fsync_folder(where / _DONE)
@@ -211,6 +228,25 @@ def _parts(
     finally:
         source.close()
     return parts
+
+
+_SAID = ("file", "samples", "payload", "content")
+"""Of a part in ``dataset.json``."""
+
+
+def _left_out(parts: Iterable[Message]) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Samples of parts that could not be used, the first by name, and how many there are."""
+    names = [(str(key), str(why)) for part in parts for key, why in part.get("left_out", ())]
+    count = sum(int(part.get("left_out_count", 0)) for part in parts)
+    more = count - len(names[:MAX_SKIPPED])
+    return (*names[:MAX_SKIPPED], *([("...", f"and {more} more")] if more else [])), count
+
+
+def _refuse_too_many(count: int, samples: int, left_out: Sequence[tuple[str, str]]) -> None:
+    """Raise :class:`BadObject` when more samples could not be used than ``--on-error skip`` leaves out."""
+    if too_many(count, samples):
+        key, why = left_out[-1]
+        raise BadObject(f"{count} of {samples} samples could not be used, more than 1 %; one was {key}: {why}")
 
 
 def _joined(folder: Path, token: str, description: Message) -> WorkFolder:

@@ -42,7 +42,7 @@ from cachetool.cache.stats import (
 from cachetool.cache.unmaking import leaving_nothing
 from cachetool.core.errors import CacheToolError, Interrupted, SourceError, UsageError
 from cachetool.core.progress import Progress
-from cachetool.core.units import parse_location
+from cachetool.proc.disk import parse_location
 from cachetool.proc.parent import Child, stop
 from cachetool.proc.task import Channel, Message, Task
 from cachetool.pull.options import PullOptions
@@ -85,7 +85,7 @@ class BackgroundPull:
         if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
             raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
         asked = PullOptions.of(workers=workers, follow=True, **options)
-        url = parse_location(url, what="url=")
+        url, asked = asked.at(parse_location(url, what="url="))
         self.url = redact(url)
         self._source = source_id(url, asked)
         self._pid = os.getpid()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -73,6 +73,8 @@ class Prepared:
     """Samples of a unit."""
     left_out: tuple[tuple[str, str], ...]
     """Keys that belong to no sample, with the reason."""
+    left_out_counts: Mapping[str, int]
+    """How many keys belong to no sample, by reason."""
     complete: bool
     """True when the listing is complete, so that no more segments follow."""
     change: ListingChange | None
@@ -112,6 +114,8 @@ class PrepareArguments:
     units: int | None
     """Units that the cache knows of."""
     skip_bad: bool
+    skip_keys: bool
+    """Keys that no request can name are left out by name."""
     refresh: str | None
     """The folder for a new listing and its differences."""
     early: int | None
@@ -270,7 +274,15 @@ class PullResult:
     warning: str = ""
     """That more draws of the pass could not be used than may be left out, where an earlier pull met some of them."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """What of the source's files is in no sample although nobody said so: name of an array or value, and why."""
+    """What of the source is in no sample although nobody said so: name of an object, array or value, and why; the first
+    100."""
+    left_out_counts: Mapping[str, int] = field(default_factory=dict)
+    """How many objects of the source are in no sample, by reason: all of them, hidden ones and those that ``--include``
+    and ``--exclude`` do not choose too."""
+    notes: tuple[str, ...] = ()
+    """What was decided about how the source is read, and the option that decides otherwise."""
+    of_objects: bool = True
+    """Whether the source is a folder of objects, which ``refresh`` lists again; False for files of many samples."""
     added: int = 0
     """Units that a refresh found beside those known."""
     vanished: int = 0

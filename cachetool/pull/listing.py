@@ -10,8 +10,7 @@ These are the targets of tasks (:mod:`cachetool.proc`), as those of :mod:`cachet
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,21 @@ import numpy as np
 
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
-from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
+from cachetool.core.errors import UsageError
 from cachetool.proc.arrays import load_array
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
 from cachetool.pull.job import ListingChange, PrepareArguments, Prepared
 from cachetool.sources import RateLimit, Source, SourceOptions, list_source, open_source
+from cachetool.sources.blame import naming_skip
+from cachetool.sources.braces import braces_of
+from cachetool.sources.classes import numbered
 from cachetool.sources.listing import TABLE_FILE, Listing
 from cachetool.sources.looked import LookedAt
 from cachetool.sources.registry import refuse_empty
 from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 
-__all__ = ["PROBED", "list_on", "naming_skip", "pace_of", "prepare"]
+__all__ = ["PROBED", "list_on", "pace_of", "prepare"]
 
 PROBED = 64
 """The schema is fixed from this many first draws."""
@@ -43,8 +45,13 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
     fields of :class:`PrepareArguments`; gives :class:`Prepared` as plain values."""
     task = PrepareArguments(**arguments)
     options = SourceOptions.from_json(task.options)
-    complete, change, gone = _list(channel, task, options)
     folder = Path(task.listing)
+    was_listed = (folder / "listing.json").exists()
+    complete, change, gone = _list(channel, task, options)
+    if task.refresh is not None:
+        options = numbered(options, [folder, Path(task.refresh, "segment")])
+    elif not was_listed or not options.classes:
+        options = numbered(options, [folder])
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).kept_of
     source = open_source(task.url, folder, options, units=task.units, pace=pace_of(task.pace), through=through)
     probing = source
@@ -56,6 +63,7 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=task.skip_bad):
             probe = probing.probe(probed, skip_bad=task.skip_bad)
+        fresh = None if change is None else Listing.open(Path(task.refresh or "", "fresh"))
         return Prepared(
             url=source.url,
             identity=source.identity,
@@ -64,7 +72,8 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
             schema=probe.schema,
             mean_bytes=probe.mean_bytes,
             per_unit=probe.per_unit,
-            left_out=probe.left_out,
+            left_out=probe.left_out if fresh is None else fresh.left_out.listed(),
+            left_out_counts=probe.left_out_counts if fresh is None else fresh.left_out,
             complete=complete,
             change=change,
         ).to_json()
@@ -73,17 +82,19 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
         source.close()
 
 
-def list_on(channel: Channel, *, root: str, url: str, source: str, options: Message, early: int) -> Message:
+def list_on(
+    channel: Channel, *, root: str, url: str, source: str, options: Message, early: int, skip_keys: bool
+) -> Message:
     """Go on with a listing that is not whole until it is; each segment can be drawn from at once."""
     parsed = SourceOptions.from_json(options)
     with CacheDir(Path(root)) as cache, listing_scratch() as scratch:
         row = cache.source(source)
         assert row is not None
         parts = SegmentedListing.open(cache.listing(source), units=row.units).parts
-        after = last_key(parts[-1].folder)
+        after, kept = last_key(parts[-1].folder), parts[0].kept
         count = len(parts)
         listed = sum(part.objects for part in parts)
-        with EarlyListing(url, parsed, size=early, after=after) as more:
+        with EarlyListing(url, parsed, size=early, after=after, kept=kept or (), skip_bad=skip_keys) as more:
             while not row.complete:
                 folder = Path(scratch, segment_name(count))
                 more.write(folder, progress=lambda keys: channel.send({"listed": listed + keys}))
@@ -102,24 +113,6 @@ def pace_of(value: Message | None) -> RateLimit | None:
     return None if value is None else RateLimit(Path(value["path"]), value["rate"])
 
 
-@contextlib.contextmanager
-def naming_skip(*, skip_bad: bool) -> Iterator[None]:
-    """Around the reading of samples: the error of one that cannot be used says how to go on without it. Where the store
-    refuses an object, the error is the store's, as it may come later."""
-    try:
-        yield
-    except (BadObject, NotFound) as error:
-        cause = error.__cause__
-        if isinstance(cause, AccessDenied | Unreachable) and not skip_bad:
-            raise type(cause)(
-                f"{cause};\nother objects come: leave such out, up to 1 % of all, with --on-error skip"
-            ) from error
-        if skip_bad or " --" in str(error):  # it says what to do; the name of an object may have such dashes, too
-            raise
-        refresh = "list again with --refresh, or " if isinstance(error, NotFound) else ""
-        raise type(error)(f"{error};\n{refresh}leave such out, up to 1 % of all, with --on-error skip") from error
-
-
 def _list(
     channel: Channel, task: PrepareArguments, options: SourceOptions
 ) -> tuple[bool, ListingChange | None, list[int]]:
@@ -131,18 +124,22 @@ def _list(
         channel.send({"listed": count})
 
     if not (folder / "listing.json").exists():
-        if task.early is None:
-            list_source(task.url, folder, options, progress=progress)
+        if task.early is None or braces_of(task.url) is not None:  # whose names are known without a listing
+            list_source(task.url, folder, options, progress=progress, skip_bad=task.skip_keys)
             return True, None, []
-        with EarlyListing(task.url, options, size=task.early) as listed:
+        with EarlyListing(task.url, options, size=task.early, skip_bad=task.skip_keys) as listed:
             refuse_empty(listed.write(folder, progress=progress))
             return listed.ended, None, []
     if task.refresh is None:
         return True, None, []
     if (folder / TABLE_FILE).exists():
         raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
-    fresh = list_source(task.url, Path(task.refresh, "fresh"), options, progress=progress)
-    change = _changes(SegmentedListing.open(folder, units=task.units), fresh, Path(task.refresh, "segment"))
+    old = SegmentedListing.open(folder, units=task.units)
+    options = replace(options, stem=old.stem)
+    fresh = list_source(
+        task.url, Path(task.refresh, "fresh"), options, progress=progress, kept=old.kept or (), skip_bad=task.skip_keys
+    )
+    change = _changes(old, fresh, Path(task.refresh, "segment"))
     return True, change, load_array(Path(task.refresh, "segment", "vanished.npy")).tolist()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from cachetool.cache import Room
@@ -25,6 +25,7 @@ from cachetool.core.units import (
 )
 from cachetool.formats import get_format
 from cachetool.sources import SourceOptions
+from cachetool.sources.globs import with_glob
 
 __all__ = ["PullOptions"]
 
@@ -86,6 +87,12 @@ class PullOptions:
         source["rename"] = {} if source.get("rename") is None else source["rename"]
         return cls(**given, source=SourceOptions(**source))
 
+    def at(self, url: str) -> tuple[str, Self]:
+        """The place that ``url`` names, and the options for it: a glob in its name is one of ``include``. Raises
+        :class:`UsageError`."""
+        url, source = with_glob(url, self.source)
+        return url, replace(self, source=source)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "source": self.source.to_json()}
@@ -113,7 +120,16 @@ class PullOptions:
             parse_choice(self.order, ("random", "sequential"), what="--order")
         if self.max_rate is not None:
             object.__setattr__(self, "max_rate", parse_rate(self.max_rate, what="--max-rate"))
+        if self.start_early and self.source.label_from_folder == "int":
+            raise UsageError(
+                "--label-from-folder int numbers all folders, which --start-early does not know yet; leave one of the"
+                " two out"
+            )
         check_policy(self.policy)
+        if self.source.read_as is not None:
+            from cachetool.sources.kinds import check_read_as
+
+            check_read_as(self.source.read_as)
         parse_choice(self.on_error, ("error", "skip"), what="--on-error")
         parse_text(self.dataset, what="--dataset")
         if not self.dataset or len(self.dataset) > 100 or not self.dataset.isprintable():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws
@@ -29,7 +29,9 @@ from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Message, Task
 from cachetool.pull.job import PrepareArguments, Prepared, too_many
 from cachetool.pull.options import PullOptions
-from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.classes import LABEL
+from cachetool.sources.listing import LISTING_FILE, TABLE_FILE, Listing
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.segments import SEGMENT
 from cachetool.stores import canonical, local_path, split_url
 
@@ -43,11 +45,13 @@ __all__ = [
     "pace",
     "prepare",
     "refuse_cap",
+    "refuse_other_names",
     "refuse_small_cap",
     "samples_per_shard",
     "shard_bytes",
     "source_id",
     "source_row",
+    "with_classes",
 ]
 
 _MANY = 2**17
@@ -69,6 +73,29 @@ def refuse_cache(url: str) -> None:
             f"{path} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
             f"to copy its samples, write them into files and pull these: {as_files}"
         )
+
+
+def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
+    """Raise :class:`UsageError` for a place that was pulled into this dataset already with other names chosen, with
+    another kind of files, or cut as it is now asked for: its samples would come once more."""
+    new, rows = options.source, cache.catalog.rows("SELECT id, url, options FROM sources") if cache.exists else ()
+    for row in rows:
+        old = SourceOptions.from_json(json.loads(row["options"]))
+        if source_id(url, replace(options, source=old)) != row["id"]:
+            continue
+        place = f"{row['url']} was pulled into dataset {options.dataset!r} with"
+        if (set(old.include), set(old.exclude)) != (set(new.include), set(new.exclude)):
+            globs = [f"--{name} {glob!r}" for name in ("include", "exclude") for glob in getattr(old, name)]
+            raise UsageError(
+                f"{place} {' '.join(globs) or 'all its names'};\nchoose the same names, or another --dataset"
+            )
+        kinds = {old.read_as, new.read_as}
+        if len(kinds) == 2 and not kinds <= {None, "objects", "files"}:
+            with_kind = f"--read-as {old.read_as}" if old.read_as else "no --read-as"
+            raise UsageError(f"{place} {with_kind};\nread it in the same way, or use another --dataset")
+        about = cache.listing(row["id"]) / LISTING_FILE
+        if old.stem is None and new.stem is not None and about.exists() and Listing.open(about.parent).stem == new.stem:
+            raise UsageError(f"{place} --stem {new.stem}, decided by its names; leave --stem out")
 
 
 def drawn_as(source: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
@@ -134,7 +161,7 @@ def prepare(
     arguments = PrepareArguments(
         url=url,
         listing=str(listing),
-        options=options.source.to_json(),
+        options=_as_before(cache, options).to_json(),
         order={
             "seed": order[0],
             "sequential": order[1],
@@ -144,6 +171,7 @@ def prepare(
         units=source.units if source else None,
         # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
         skip_bad=options.on_error == "skip" or has,
+        skip_keys=options.on_error == "skip",
         refresh=str(scratch) if options.refresh and source is not None and source.complete else None,
         early=SEGMENT if options.start_early else None,
         pace=pace(options, scratch),
@@ -160,6 +188,21 @@ def prepare(
             f"the listing of {source.url} was lost and what is there now differs; draw it into another --dataset"
         )
     return prepared
+
+
+def _as_before(cache: CacheDir, options: PullOptions) -> SourceOptions:
+    """The options of the source, with the numbers that the dataset's folders have already."""
+    source = options.source
+    if source.label_from_folder != "int" or options.dataset not in cache.datasets():
+        return source
+    return with_classes(source, cache.schema(options.dataset))
+
+
+def with_classes(source: SourceOptions, schema: Schema) -> SourceOptions:
+    """The options of a source with the names that the numbers of its labels stand for in ``schema``."""
+    if source.label_from_folder != "int":
+        return source
+    return replace(source, classes=schema[LABEL].classes if LABEL in schema else ())
 
 
 def pace(options: PullOptions, scratch: Path) -> Message | None:

@@ -10,6 +10,7 @@ A pull that fails before the job leaves the cache as it was, byte for byte.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import close_job, job_row
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
+from cachetool.cache.layout import cache_option
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
 from cachetool.core.names import Id
@@ -43,16 +45,20 @@ from cachetool.pull.prepare import (
     pace,
     prepare,
     refuse_cache,
+    refuse_other_names,
     refuse_small_cap,
     samples_per_shard,
     shard_bytes,
     source_id,
     source_row,
+    with_classes,
 )
 from cachetool.pull.reports import CacheFill, WorkerReports
 from cachetool.sources import SourceOptions
+from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.readers import notes_of
 from cachetool.sources.registry import check_place
-from cachetool.sources.segments import SEGMENT
+from cachetool.sources.segments import SEGMENT, SegmentedListing
 from cachetool.stores.credentials import marks
 
 __all__ = ["PullResult", "ask_for_more", "pull", "pull_and_follow", "pull_on"]
@@ -90,6 +96,8 @@ def pull(
             if cache.source(id) is None:
                 nodes.restore(cache, id, stack.enter_context(listing_scratch()))
         source = cache.source(id)
+        if source is None:
+            refuse_other_names(cache, url, options)
         options = _fields_as_before(options, source)
         # Outside of the cache until its size is known: what is in the cache is charged first.
         scratch = stack.enter_context(listing_scratch())
@@ -103,6 +111,8 @@ def pull(
             engine, cache, url, options,
             listing=new_listing or cache.listing(id), order=order, source=source, scratch=scratch, report=report,
         )  # fmt: skip
+        options = replace(options, source=with_classes(options.source, prepared.schema))
+        formats = {shard.format for shard in cache.shards(options.dataset)}
         plan = _plan(cache, url, options, prepared, nodes, id=id, scratch=scratch, began=began)
         if nodes is None:
             refuse_small_cap(cache, options, plan.kind, prepared, listing=new_listing)
@@ -122,7 +132,16 @@ def pull(
             result = nodes.draw(cache, plan, report)
         if not options.reopened:
             result = _checked(cache, id, result)
-        result = replace(result, left_out=prepared.left_out)
+        skipped, counts = prepared.left_out, prepared.left_out_counts
+        if not prepared.complete and nodes is None:  # other names came meanwhile
+            listing = SegmentedListing.open(cache.listing(id))
+            skipped, counts = listing.names, listing.left_out
+        left_out, notes = notes_of(skipped)
+        result = replace(
+            result, left_out=left_out, left_out_counts=dict(counts), notes=notes,
+            of_objects=not (cache.listing(id) / TABLE_FILE).exists(),
+            warning=_other_format(result, formats, cache),
+        )  # fmt: skip
         if change is None:
             return result
         return replace(result, added=change.added, vanished=change.vanished, vanished_examples=change.names)
@@ -180,11 +199,15 @@ def pull_and_follow(
 
 def _fields_as_before(options: PullOptions, source: SourceRow | None) -> PullOptions:
     """For a source that was pulled before, where nothing is said now: the same fields by the same names."""
-    plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
+    given = options.source
+    plain = SourceOptions(
+        stem=given.stem, read_as=given.read_as, include=given.include, exclude=given.exclude,
+        follow_links=given.follow_links,
+    )  # fmt: skip
     if source is None or replace(options.source, concurrency=None) != plain:
         return options
     stored = SourceOptions.from_json(source.options)
-    return replace(options, source=replace(stored, concurrency=options.source.concurrency))
+    return replace(options, source=replace(stored, stem=given.stem or stored.stem, concurrency=given.concurrency))
 
 
 def _plan(
@@ -220,6 +243,19 @@ def _plan(
     )
 
 
+def _other_format(result: PullResult, formats: set[str], cache: CacheDir) -> str:
+    """The warning of a pull, and that the dataset has shards of other formats than those that came."""
+    others = sorted(formats - {result.format})
+    if not others or not result.shards:
+        return result.warning
+    dataset = "" if result.dataset == "default" else f" --dataset {shlex.quote(result.dataset)}"
+    mixed = (
+        f"dataset {result.dataset!r} has {' and '.join(others)} shards beside these in {result.format}; for one format:"
+        f" cachetool convert --to {result.format}{dataset}{cache_option(cache.root)}"
+    )
+    return f"{result.warning}; {mixed}" if result.warning else mixed
+
+
 def _checked(cache: CacheDir, id: str, result: PullResult) -> PullResult:
     """Raises :class:`BadObject` when a pass is at its end without more samples than may be left out: the pull that met
     them said so, and one that is run again must not call it done."""
@@ -234,8 +270,12 @@ def _listing(cache: CacheDir, url: str, options: PullOptions, id: str) -> Task:
     """The rest of a listing that is not whole."""
     root, source = str(cache.root.resolve()), options.source.to_json()
     return Task(
-        "cachetool.pull.listing:list_on", {"root": root, "url": url, "source": id, "options": source, "early": SEGMENT}
-    )
+        "cachetool.pull.listing:list_on",
+        {
+            "root": root, "url": url, "source": id, "options": source, "early": SEGMENT,
+            "skip_keys": options.on_error == "skip",
+        },
+    )  # fmt: skip
 
 
 def _reported(report: Report) -> Callable[[int, Message], None]:

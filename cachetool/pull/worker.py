@@ -22,10 +22,11 @@ from cachetool.formats import get_format
 from cachetool.proc.task import Asking, Message
 from cachetool.pull.claims import Claims, Handed, Own
 from cachetool.pull.job import WorkerArguments
-from cachetool.pull.listing import naming_skip, pace_of
+from cachetool.pull.listing import pace_of
 from cachetool.pull.reports import Heartbeat
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
 from cachetool.sources import Source, SourceOptions, open_source
+from cachetool.sources.blame import naming_skip
 from cachetool.sources.looked import LookedAt
 
 __all__ = ["draw"]

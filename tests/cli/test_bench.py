@@ -27,6 +27,7 @@ FOUND = Measurements(
     window=None,
     by_workers={1: 3000, 2: 5000},
     workers=2,
+    conversion="cachetool convert --to {}",
 )
 BIG = replace(FOUND, total_bytes=10**11)
 

@@ -130,7 +130,11 @@ def test_what_is_left_out_of_an_input_is_said(here: Run, mixed: Path) -> None:
 
     assert ran.code == 0, ran.stderr
     (line,) = [line for line in ran.stderr.splitlines() if line.startswith("left out: ")]
-    assert line.startswith("left out: x (its first dimension is 4, not 5); z0 (a single number, without rows); z1 (")
+    hint = "; z0 (a single value, without rows); z1 (a single value, without rows); and 1 more"
+    assert line.startswith(
+        "left out: x (its first dimension is 4, not 5, which most bytes have; to take the 4 instead:"
+    )
+    assert hint in line
     assert line.endswith("; and 1 more; --dry-run lists them")
     assert {name for name, _ in ran.document["skipped"]} == {"x", "z0", "z1", "z2"}
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -128,13 +129,14 @@ def test_arrays_of_files_that_are_in_no_sample_are_named(run: Run, tmp_path: Pat
     place = folder / "run0.h5" if files == 1 else folder
     prefix = "" if files == 1 else "run0.h5: "
     why = "its first dimension is 49, not 50"
+    said_why = f"{why}, which most bytes have; to take the 49 instead: --fields labels"
     ran = run("pull", place, "--samples", "5", "--max-size", "8MB", "--json")
 
     assert ran.code == 0, ran.stderr
     (said,) = [line for line in ran.stderr.splitlines() if line.startswith("left out: ")]
-    assert said.startswith(f"left out: {prefix}labels ({why}); ")
+    assert said.startswith(f"left out: {prefix}labels ({said_why}); ")
     assert "; and 1 more; --json lists them" in said or files == 1
-    assert [f"{prefix}labels", why] in ran.document["left_out"]
+    assert [f"{prefix}labels", said_why] in ran.document["left_out"]
     assert len(ran.document["left_out"]) == 2 * files
 
     refused = run("pull", place, "--samples", "5", "--fields", "x,labels", "--dataset", "other")
@@ -142,6 +144,27 @@ def test_arrays_of_files_that_are_in_no_sample_are_named(run: Run, tmp_path: Pat
     assert refused.stderr.splitlines()[-1] == f"error: field 'labels' cannot be taken: {why}"
     chosen = run("pull", place, "--samples", "5", "--fields", "x", "--dataset", "third")
     assert (chosen.code, "left out" in chosen.stderr) == (0, False)
+
+
+def test_what_a_line_about_files_advises_can_be_typed(run: Run, tmp_path: Path) -> None:
+    """Which of two lengths is that of the samples, and whether groups are: in text and in JSON, by pull and convert."""
+    with h5py.File(tmp_path / "vote.h5", "w") as file:
+        file["images"], file["labels"] = np.zeros((200, 8, 8), "u1"), np.arange(200)
+        file["mean"], file["std"], file["class names"] = np.zeros(3), np.ones(3), np.zeros(3)
+    with h5py.File(tmp_path / "clips.h5", "w") as file:
+        for number in range(50):
+            file[f"clip{number:03d}/feat"], file[f"clip{number:03d}/label"] = np.full((16, 4), number), [number]
+    for name, option, counts in (("vote.h5", "fields", (200, 3)), ("clips.h5", "read-as", (50, 16))):
+        ran = run("pull", name, "--all", "--max-size", "20MB", "--dataset", name[:4], "--json")
+        assert (ran.code, ran.document["samples"]) == (0, counts[0]), ran.stderr
+        ((words,),) = [re.findall(rf"(--{option} (?:'[^']*'|[^\s)]+))", line) for line in ran.stderr.splitlines()
+                       if f"--{option}" in line]  # fmt: skip
+        assert words in json.dumps(ran.document)
+        shown = run("convert", name, "--to", "hdf5", "--out", f"out-{name}")
+        assert words in shown.stderr
+        assert words in run("convert", name, "--to", "hdf5", "--dry-run").stdout
+        again = run("pull", name, "--all", "--dataset", f"{name[:4]}-again", "--json", *shlex.split(words))
+        assert (again.code, again.document["samples"]) == (0, counts[1]), again.stderr
 
 
 def test_a_pull_that_left_out_too_many_is_no_success_when_it_is_run_again(run: Run, tmp_path: Path) -> None:
@@ -547,7 +570,8 @@ def test_a_source_that_is_drawn_to_its_end_says_what_to_do_next(run: Run, remote
     again = run("pull", remote, "--all").stdout.splitlines()[-1]
 
     assert again == (
-        "stopped: source at its end, all was drawn; --refresh looks for what is new, --follow draws it again"
+        "stopped: source at its end, all was drawn; --refresh looks for what is new, --follow draws again what was"
+        " evicted"
     )
 
 

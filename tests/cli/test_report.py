@@ -155,6 +155,21 @@ def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) 
     assert "\n".join(lines).count("…") >= 2, "only what is too long gives way"
 
 
+def test_the_widest_column_of_a_look_gives_way_and_no_other(trained: Path) -> None:
+    with open_cache(trained) as cache, cache.snapshot():
+        found = dict(look(cache, None))
+    found["leases"] = [{**found["leases"][0], "what": f"python {'long ' * 40}", "dataset": "faces", "version": 321}]
+    console = Console(width=80, height=60, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(rendered(found, Rates(), 80))
+    lines = console.export_text().splitlines()
+    (reader,) = (line for line in lines if line.startswith(f"pid {os.getpid()}  python long"))
+    assert reader.split()[-2:] == ["faces", "321"]
+    (head,) = (line for line in lines if line.startswith("reader"))
+    assert head.split() == ["reader", "program", "dataset", "version"]
+    (head,) = (line for line in lines if line.startswith("dataset  format"))
+    assert len(head.rstrip()) < 60, "what fits stays together"
+
+
 def test_stats_fit_a_terminal_of_80_columns(trained: Path) -> None:
     """Long names are broken, numbers are whole."""
     leader, follower = pty.openpty()
