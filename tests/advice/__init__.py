@@ -1,0 +1,1 @@
+"""What messages advise, followed: see :mod:`tests.advice.messages`."""

@@ -1,0 +1,210 @@
+"""What messages of pulls advise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from cachetool import open_cache
+from cachetool.pull.options import PullOptions
+from tests.advice.conftest import World, follows
+from tests.advice.rows import Row, follow, group
+
+
+def days(folder: Path) -> None:
+    """Puts samples there whose names have several dots."""
+    (folder / "d").mkdir()
+    for day in range(10, 31):
+        (folder / f"d/2024.01.{day}.bin").write_bytes(b"x")
+
+
+ROWS = [
+    Row("pull/options.py", "only one of --samples", "pull src --all --follow --cache c", "pull src --all --cache c"),
+    Row(
+        "pull/options.py", "--shard-size must be at least",
+        "pull src --shard-size 0 --cache c", "pull src --shard-size 1 --cache c",
+    ),
+    Row(
+        "pull/listing.py", "--refresh is for folders of objects",
+        ("pull a.h5 --all --cache c --dataset h", "pull a.h5 --refresh --cache c --dataset h"),
+        "pull a.h5 --all --cache c --dataset again",
+    ),
+    Row("pull/prepare.py", "cachetool convert --to lmdb", "pull c --all --cache x", ("!", "pull new --all --cache x")),
+    Row("pull/prepare.py", "{} is a cache; give it by --cache", "pull c --all --cache x", "pull src --all --cache c"),
+    Row(
+        "pull/prepare.py", "the listing of {} was lost",
+        ("pull src --all --cache c", "$ rm -r c/listings; mv src/s03.npz src/t03.npz", "pull src --all --cache c"),
+        "pull src --all --cache c --dataset again",
+    ),
+    Row(
+        "cli/pull.py", "--refresh looks for what is new",
+        ("pull src --all --cache c", "pull src --all --cache c"), "pull src --all --refresh --cache c",
+    ),
+    Row(
+        "pull/options.py", "--label-from-folder int numbers",
+        ("$ mkdir d; cp -r src d/one", "pull d --label-from-folder int --start-early --cache x"),
+        "pull d --all --label-from-folder int --cache x",
+    ),
+    Row(
+        "pull/prepare.py", "{} {};\nchoose the same names",
+        ("pull src --samples 1 --cache x --include s0*", "pull src --all --cache x"),
+        ("pull src --all --cache x --include s0*", "pull src --all --cache x --dataset other"),
+    ),
+    Row(
+        "pull/prepare.py", "{} {};\nread it in the same way",
+        ("pull src --samples 1 --cache x", "pull src --all --cache x --read-as npz"),
+        ("pull src --all --cache x", "pull src --all --cache x --read-as npz --dataset other"),
+    ),
+    Row(
+        "pull/prepare.py", "{} --stem {}, decided",
+        (days, "pull d --samples 1 --cache x", "pull d --all --cache x --stem last"), "pull d --all --cache x",
+    ),
+    Row("pull/run.py", "dataset {} has {} shards beside", "pull src --all --to hdf5 --cache c --dataset default", "!"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
+    follow(world, row)
+
+
+@follows("pull/options.py", "--samples must be at least 1")
+@follows("pull/options.py", "--min-epochs must be at least 0")
+def test_the_least_numbers_that_are_named_are_taken(world: World) -> None:
+    world.raises(lambda: PullOptions(samples=0))
+    world.raises(lambda: PullOptions(min_epochs=-1))
+    world.works("pull src --samples 1 --min-epochs 0 --cache new")
+
+
+def numbered(folder: Path, count: int, bad: int = 0) -> None:
+    """Objects, of which the last ``bad`` are no arrays."""
+    folder.mkdir()
+    for number in range(count):
+        path = folder / f"{number:03d}.npy"
+        np.save(path, np.full(4, number))
+        if number >= count - bad:
+            path.write_bytes(b"no array")
+
+
+@follows("sources/blame.py", "{};\n{}leave such out")
+def test_a_bad_object_is_left_out(world: World) -> None:
+    numbered(world.folder / "many", 200, bad=1)
+    world.fails("pull many --all --order sequential --cache x")
+    world.works("pull many --all --order sequential --cache x --on-error skip")
+
+
+@follows("sources/blame.py", "{};\nother objects come")
+def test_an_object_that_may_not_be_read_is_left_out(world: World) -> None:
+    numbered(world.folder / "many", 200)
+    (world.folder / "many/150.npy").chmod(0)
+    world.fails("pull many --all --cache x", powerless=True)
+    world.works("pull many --all --cache x --on-error skip", powerless=True)
+
+
+@follows("sources/blame.py", "list again with --refresh, or ")
+@pytest.mark.parametrize("option", ["--refresh", "--on-error skip"])
+def test_an_object_that_is_gone_is_left_out_or_no_longer_listed(world: World, option: str) -> None:
+    numbered(world.folder / "many", 200)
+    world.works("pull many --samples 1 --order sequential --cache x")
+    (world.folder / "many/150.npy").unlink()
+    world.fails("pull many --all --cache x")
+    world.works(f"pull many --all --cache x {option}")
+
+
+@follows("pull/prepare.py", "mend these objects")
+@pytest.mark.parametrize("way", ["mended", "taken away"])
+def test_more_bad_objects_than_may_be_left_out_are_listed_again(world: World, way: str) -> None:
+    numbered(world.folder / "many", 200, bad=12)
+    world.fails("pull many --all --cache x --on-error skip")
+    world.fails("pull many --all --cache x --on-error skip")
+    for path in (world.folder / "many").glob("1[89]?.npy"):
+        path.unlink()
+        if way == "mended":
+            np.save(path, np.zeros(4, "i8"))
+    world.works("pull many --all --refresh --cache x")
+
+
+@follows("pull/prepare.py", "mend the files")
+def test_more_bad_rows_than_may_be_left_out_are_drawn_again(world: World) -> None:
+    def write(large: int) -> None:
+        with h5py.File(world.folder / "many.h5", "w") as file:
+            rows = file.create_dataset("x", 200, h5py.vlen_dtype("u1"))
+            for number in range(200):
+                rows[number] = np.zeros(3 * 10**6 if number < large else 10, "u1")
+
+    write(12)
+    world.fails("pull many.h5 --all --cache x --on-error skip --max-size 4MB")
+    world.fails("pull many.h5 --all --cache x --on-error skip")
+    write(0)
+    world.works("pull many.h5 --all --cache x --on-error skip --dataset again")
+
+
+@follows("pull/shards.py", "leave it out with --on-error skip")
+def test_a_sample_that_no_shard_can_hold_is_left_out(world: World) -> None:
+    (world.folder / "many").mkdir()
+    for number in range(200):
+        (world.folder / f"many/{number:03d}.bin").write_bytes(bytes(10**7 if number == 150 else 10))
+    world.fails("pull many --all --order sequential --cache x --max-size 5MB")
+    world.works("pull many --all --order sequential --cache x --on-error skip")
+
+
+@follows("cli/pull.py", "--json lists them")
+def test_what_was_left_out_is_listed(world: World) -> None:
+    with h5py.File(world.folder / "more.h5", "w") as file:
+        file["x"] = np.zeros((20, 3))
+        for number in range(12):
+            file[f"about{number:02d}"] = np.zeros((3 + number, 2))
+    world.works("pull more.h5 --all --cache x")
+    assert "about11" in world.works("pull more.h5 --all --cache y --json")
+
+
+@follows("cli/pull.py", "stopped: {}, all was drawn")
+def test_a_pull_that_follows_draws_again_what_was_evicted(world: World) -> None:
+    world.works("pull a.h5 --all --cache x")
+    least = group(r"least is --max-size (\d+)", world.fails("evict --max-size 1kB --cache x"))
+    world.works(f"evict --max-size {least} --cache x")
+    assert "--refresh" not in world.works("pull a.h5 --all --cache x")
+    with following(world, "a.h5", "x") as wait_until:
+        wait_until("SELECT count(*) FROM shards WHERE state = 'ready'")
+
+
+@follows("pull/run.py", ", or let --follow renew")
+def test_a_pull_that_follows_renews_what_is_full(world: World) -> None:
+    numbered(world.folder / "many", 10)
+    for path in (world.folder / "many").iterdir():
+        np.save(path, np.zeros(10**5))
+    world.fails("pull many --all --cache x --max-size 3MB --wait 0s")
+    with following(world, "many", "x") as wait_until:
+        wait_until("SELECT max(bytes_wanted) > 0 FROM jobs")
+
+
+@contextmanager
+def following(world: World, source: str, cache: str) -> Iterator[Callable[[str], None]]:
+    """A pull that follows until the end of the block, by a signal; gives what waits until a query of the catalog is
+    true."""
+    words = ["pull", source, "--follow", "--cache", cache]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cachetool", *words], cwd=world.folder, stderr=subprocess.PIPE, text=True
+    ) as follower:
+
+        def wait_for(query: str) -> None:
+            with open_cache(world.folder / cache) as opened:
+                while not opened.catalog.rows(query)[0][0]:
+                    assert follower.poll() is None, follower.communicate()
+                    os.sched_yield()
+            world.worked += 1
+
+        try:
+            yield wait_for
+        finally:
+            follower.send_signal(signal.SIGINT)
+            assert follower.wait() == 130

@@ -1,0 +1,49 @@
+"""Messages whose advice no test here follows, and why: by module, and how the message begins."""
+
+from __future__ import annotations
+
+__all__ = ["UNTRIED"]
+
+_RAY = "needs a cluster of Ray; "
+
+UNTRIED: dict[tuple[str, str], str] = {
+    ("bench/samples.py", "no samples in the cache"): "half a minute; tests/cli/test_bench.py measures files (soak)",
+    ("cache/bound.py", "{} is drawn with --placement"): _RAY + "tests/cluster/test_placement.py makes the message",
+    ("cache/placing.py", "nodes {} and {} have one"): _RAY + "tests/ray/test_pull.py pulls into {node}",
+    ("cli/demo.py", ""): "ten seconds of processors each; tests/cli/test_demo.py runs both ways",
+    ("cli/nodes.py", "every node writes files"): _RAY + "tests/ray/test_advice.py follows it",
+    ("cli/nodes.py", "convert INPUT --on ray"): _RAY + "tests/ray/test_advice.py follows it",
+    ("cli/nodes.py", "run: cachetool verify --repair"): _RAY + "tests/ray/test_advice.py follows it",
+    ("cluster/connect.py", ""): _RAY + "tests/ray/test_unconnected.py and test_pull.py make the messages",
+    ("cluster/coordinator.py", "the cache of node"): _RAY + "tests/cluster/test_coordinator.py makes the message",
+    ("cluster/engine.py", "{} nodes are called"): _RAY + "advises how to start one",
+    ("cluster/node.py", "the cache {} has another listing"): _RAY + "and two caches that were filled apart",
+    ("cluster/placement.py", "stopped at the cap"): _RAY + "tests/cluster/test_placement.py fills nodes",
+    ("cluster/pull.py", ""): _RAY + "tests/ray/test_pull.py makes the messages, and pulls without",
+    ("cluster/verbs.py", "no node has a cache"): _RAY + "tests/ray/test_advice.py follows it",
+    ("cluster/verbs.py", "--max-size has no part in --out"): _RAY + "test_conversion.py follows the same of one cache",
+    ("cluster/verbs.py", "nodes {} and {} share"): _RAY + "tests/ray/test_advice.py follows it",
+    ("conversion/to_files.py", "{} does not see the folder"): _RAY + "tests/ray/test_convert.py makes the message",
+    ("core/nodes.py", "a node is called"): _RAY + "advises how to start one",
+    ("formats/tfrecord_package.py", "the tfrecord package"): "would change what is installed here",
+    ("loaders/tensorflow.py", "dataset {} has no samples"): "TensorFlow; tests/loaders/test_tensorflow.py follows it",
+    ("proc/child.py", "a worker ran out of memory"): "memory; tests/faults/test_environments.py sets limits (soak)",
+    ("proc/disk.py", "no more processes or threads"): "limits of a user, which root has not",
+    ("proc/disk.py", "out of memory"): "memory; tests/faults/test_environments.py sets limits (soak)",
+    (
+        "sources/blame.py",
+        "\nrun this again",
+    ): "objects that change; tests/cli/test_convert_skip.py follows it",
+    ("sources/classes.py", ""): "tests/cli/test_classes.py follows it",
+    ("sources/grouping.py", "{}: most of the objects"): "a bucket; tests/cli/test_mixed_folders.py follows it",
+    (
+        "sources/parquet.py",
+        "{}: {} has {} rows",
+    ): "a fault of pyarrow; tests/sources/test_remote.py makes it",
+    ("sources/segments.py", "{} does not list in the order"): "a store at fault: no other sorts its keys otherwise",
+    ("sources/zarr_keys.py", ""): "no store without a list; tests/sources/test_zarr_without_list.py follows it",
+    ("stores/base.py", "\nleave such objects out"): "a server at fault; tests/cli/test_buckets.py follows it",
+    ("stores/credentials.py", "profile {} has no keys"): "the aws program and an account",
+    ("stores/object.py", "leave such keys out"): "a bucket; tests/cli/test_buckets.py follows it",
+    ("stores/whole.py", ""): "a server without ranges; tests/cli/test_without_ranges.py follows it",
+}
