@@ -62,7 +62,7 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]
         module = nodeid.partition("::")[0]
         if "tests/ray/" in module and not module.endswith("/test_unconnected.py"):
             return "tests/ray"
-        shares = module.endswith(("/test_torch_iterable.py", "/test_tensorflow.py"))
+        shares = module.endswith("/test_tensorflow.py")
         return module if shares else nodeid
 
 

@@ -240,11 +240,6 @@ def test_loaders_answer_every_value_of_every_argument(
         sampler = torch.EpochSampler(torch.CacheDataset(cache), **given)
         len(sampler), list(itertools.islice(iter(sampler), 3))
 
-    def iterated(**given: Any) -> None:
-        dataset = torch.CacheIterableDataset(**{"cache_or_paths": cache, **given})
-        len(dataset), list(itertools.islice(iter(dataset), 3))
-        dataset.close()
-
     def stood(**given: Any) -> None:
         torch.LMDBDataset(**{"cache": cache, **given})[0]
 
@@ -252,11 +247,7 @@ def test_loaders_answer_every_value_of_every_argument(
         with torch.Loader(cache, batch_size=4, workers=0, wait=0.05, **given) as loader:
             list(itertools.islice(loader, 1))
 
-    for call, made in (
-        (indexed, torch.CacheDataset),
-        (iterated, torch.CacheIterableDataset),
-        (stood, torch.LMDBDataset),
-    ):
+    for call, made in ((indexed, torch.CacheDataset), (stood, torch.LMDBDataset)):
         count += attack(call, arguments(made))
     count += attack(drawn, arguments(torch.EpochSampler, "dataset"))
     count += attack(placed, ["device", "agree"])
@@ -361,22 +352,13 @@ def test_states_of_all_loaders_with_every_value_in_every_field(
     dataset = torch.CacheDataset(cache)
     indices = iter(torch.EpochSampler(dataset))
     list(itertools.islice(indices, 3))
-    stream = torch.CacheIterableDataset(cache, batch_size=4)
-    list(itertools.islice(iter(stream), 2))
 
     def draw_on(state: Any) -> None:
         again: Any = iter(torch.EpochSampler(dataset))
         again.load_state_dict(state)
         list(itertools.islice(again, 2))
 
-    def stream_on(state: Any) -> None:
-        again = torch.CacheIterableDataset(cache, batch_size=4)
-        again.load_state_dict(state)
-        list(itertools.islice(iter(again), 2))
-        again.close()
-
     count += attack_state(indices.state_dict(), draw_on)  # type: ignore[attr-defined]
-    count += attack_state(stream.state_dict(), stream_on)
     record_property("states tried", count)
 
 

@@ -43,7 +43,7 @@ HEAVY = {
     "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"formats.tfrecord_package"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
-    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_stages"},
+    "tensorflow": {"loaders.tensorflow"},
     "jax": {"loaders.jax"},
     "lightning": {"loaders.lightning"},
     "pytorch_lightning": {"loaders.lightning"},

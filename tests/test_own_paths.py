@@ -60,6 +60,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cache.transaction_lock": {"os.O_CREAT": CACHE},
     "cache.unmaking": {"os.rename": "the root of a cache, to a random name", "rmdir": "folders above it, while empty"},
     "cli.bench": {"tempfile.TemporaryFile": "has no name"},
+    "stores.whole": {"tempfile.TemporaryFile": "has no name"},
     "cli.output": {"open w": "/dev/null"},
     "formats.hdf5": {"h5py.File w": "into memory"},
     "sources.file_opening": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},

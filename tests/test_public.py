@@ -18,8 +18,7 @@ PUBLIC = {
     "cachetool": "AccessDenied BackgroundPull BadObject Cache CacheToolError CapBlocked CapTooSmall CapacityError"
     " CatalogError CorruptError Interrupted MissingExtra NotFound SourceError Unreachable UsageError"
     " __version__ convert open_cache",
-    "cachetool.loaders.torch": "CacheDataset CacheIterableDataset DevicePrefetcher EpochSampler LMDBDataset Loader"
-    " Samples TensorList",
+    "cachetool.loaders.torch": "CacheDataset DevicePrefetcher EpochSampler LMDBDataset Loader Samples TensorList",
     "cachetool.loaders.numpy": "Loader",
     "cachetool.loaders.jax": "prefetch_to_device",
     "cachetool.loaders.lightning": "CacheDataModule GrowthCallback",

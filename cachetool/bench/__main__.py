@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import cachetool.bench.rates as rates
 from cachetool.bench.rates import Measurements, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache
+from cachetool.cache.layout import cache_option
 from cachetool.core.errors import CacheToolError, to_json
 from cachetool.core.units import format_size
 from cachetool.formats import format_names
@@ -84,6 +86,7 @@ def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
                 window=window,
                 by_workers=by_workers,
                 workers=workers,
+                conversion=_conversion(options),
                 **limits,
             )
         )
@@ -97,6 +100,16 @@ def _trial(options: dict[str, Any]) -> Trial:
         return made_up()
     with open_cache(Path(options["cache"]), create=False) as cache:
         return of_cache(cache, options["dataset"])
+
+
+def _conversion(options: dict[str, Any]) -> str:
+    """The command that brings the samples into the format ``{}``."""
+    if options["data"] is not None:
+        return f"cachetool convert --to {{}} --out NEW {shlex.quote(options['data'])}"
+    if options["cache"] is None:
+        return "cachetool pull SOURCE --to {}"
+    named = "" if options["dataset"] is None else f" --dataset {shlex.quote(options['dataset'])}"
+    return f"cachetool convert --to {{}}{named}{cache_option(Path(options['cache']))}"
 
 
 def _row(what: str, how: str, speed: float) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class Measurements:
     by_workers: dict[int, float]
     """Warm, by the number of feeders."""
     workers: int
+    conversion: str
+    """The command that brings the samples into the format ``{}``."""
     compressed: bool = False
 
 
@@ -174,7 +176,7 @@ def advice(measured: Measurements) -> str:
     if measured.by_workers[best] > _FASTER * measured.by_workers.get(measured.workers, warm):
         return f"{pace}; the feeders set the pace: workers={best} gives {measured.by_workers[best]:,.0f} MB/s."
     if measured.warm[fastest] > _FASTER * warm:
-        change = f"cachetool convert --to {fastest}"
+        change = measured.conversion.replace("{}", fastest, 1)
         return f"{pace}; the format sets the pace: {fastest} gives {measured.warm[fastest]:,.0f} MB/s ({change})."
     step = measured.batch * measured.mean / warm / 1e3
     return (
@@ -194,7 +196,7 @@ def _disk(measured: Measurements, cold: float) -> str:
     if measured.cold[fastest] > _FASTER * cold:
         return (
             f"{pace}; the format sets the pace: {fastest} gives {measured.cold[fastest]:,.0f} MB/s"
-            f" (cachetool convert --to {fastest})."
+            f" ({measured.conversion.replace('{}', fastest, 1)})."
         )
     limit = max(measured.at_random, measured.in_order)
     if cold > 0.7 * measured.at_random:

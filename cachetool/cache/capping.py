@@ -46,7 +46,13 @@ def refuse(connection: Connection, layout: Layout, size: int) -> None:
                 f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
                 f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"
             )
-    used = measure(connection, layout).total
+    usage = measure(connection, layout)
+    used, least = usage.total, usage.overhead + usage.listings
+    if least > size:
+        raise CapTooSmall(
+            f"the cap of {layout.root} cannot become {format_size(size)}: without any shard the cache takes"
+            f" {format_size(least)}; the least is --max-size {least}"
+        )
     if used > size:
         raise CapTooSmall(
             f"the cap of {layout.root} cannot become {format_size(size)}, {format_size(used)} are used; make room first"

@@ -44,7 +44,7 @@ from cachetool.cache.values import ForeignValue, foreign_value
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.core.names import Id
 from cachetool.core.text import shown
-from cachetool.proc.disk import DISK_BLOCK, refused_in
+from cachetool.proc.disk import DISK_BLOCK, limit_error, refused_in
 
 __all__ = [
     "Catalog",
@@ -56,7 +56,6 @@ __all__ = [
     "failure",
     "foreign",
     "library_version",
-    "statements",
 ]
 
 
@@ -69,14 +68,6 @@ _OLDEST = (3, 37)
 _KIND = 0xFF  # of an error code, whose other bits tell more
 _MAGIC = bytes.fromhex("d9d505f920a163d7")
 """The first bytes of a journal, which are also the last bytes of a super-journal's name."""
-_statements = 0
-
-
-def statements() -> int:
-    """How many statements this process has done so far, of any catalog: whether it may know or have made news."""
-    return _statements
-
-
 _CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE")
 
 
@@ -114,7 +105,6 @@ class PatientConnection(sqlite3.Connection):
 
     def execute(self, sql: str, values: Any = (), /) -> sqlite3.Cursor:
         """Do a statement."""
-        global _statements
         self._allow_steps()
         if self.before_change is not None and sql.lstrip().startswith(_CHANGES):
             self.before_change()
@@ -122,9 +112,7 @@ class PatientConnection(sqlite3.Connection):
         looks = 0
         while True:
             try:
-                done = super().execute(sql, values)
-                _statements += 1
-                return done
+                return super().execute(sql, values)
             except sqlite3.OperationalError as error:
                 # Nothing was done then, not by a COMMIT either; readers that become writers, for whom waiting would
                 # be no use, there are none.
@@ -197,10 +185,21 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
             " mount -o remount,rw"
         )
     if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
+        if (limit := _no_descriptor()) is not None:
+            return CatalogError(f"catalog {path} cannot be opened: {limit}")
         return CapacityError(f"catalog {path}: {error}; is the disk full, failing or read-only?")
     if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT") or str(error) == "integer overflow":
         return CatalogError(f"catalog {path}: {error}; {mend}")
     return CatalogError(f"catalog {path}: {error}")
+
+
+def _no_descriptor() -> CacheToolError | None:
+    """That this process may open no more files, which SQLite does not say; None where it may."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return limit_error(error)
+    return None
 
 
 Connection = sqlite3.Connection

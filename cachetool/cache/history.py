@@ -59,10 +59,12 @@ class Delivered(NamedTuple):
     seconds: float
     """From asking for the epoch to its last batch."""
     batches: int
-    waits: int
-    """Batches that were not ready when they were asked for."""
-    waited: float
+    waits: int | None
+    """Batches that were not ready when they were asked for; None where the loader cannot tell."""
+    waited: float | None
     """Seconds of these waits, and of the one for the epoch to begin."""
+    samples: int | None = None
+    """What was read of the snapshot, where that is not all: a side of a split, or what was selected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class History:
     points: list[dict[str, Any]]
     """at, used, max_size, shards, samples, fetched, served, evicted (reason -> bytes so far)."""
     epochs: list[dict[str, Any]]
-    """ended, dataset, run, epoch, shards, samples, bytes, seconds, and of loaders that tell: batches, waits, waited."""
+    """ended, dataset, run, epoch, shards, samples, bytes, seconds, and of loaders that tell: batches, waits, waited.
+    Samples of shards that no epoch had read before are ``new``, None in rows of earlier versions."""
 
 
 def present(connection: Connection, layout: Layout) -> dict[str, Any]:
@@ -132,15 +135,15 @@ def least_missed(times: Sequence[float], now: float) -> int:
 
 
 def epoch_row(connection: Connection, lease: int | None, delivered: Delivered | None, **read: Any) -> dict[str, Any]:
-    """An epoch that ended; ``read``: dataset, shards, samples, bytes. How long it took is known from the loader, else
-    from when its snapshot was taken."""
+    """An epoch that ended; ``read``: dataset, shards, samples, new, bytes. How long it took is known from the loader,
+    else from when its snapshot was taken."""
     now = time.time()
     about = connection.execute("SELECT run, epoch, taken FROM leases WHERE id = ?", (lease,)).fetchone()
     row: dict[str, Any] = {**dict.fromkeys(_EPOCH), "ended": now, **read}
     if about is not None:
         row |= {"run": about["run"], "epoch": about["epoch"], "seconds": max(0.0, now - about["taken"])}
-    if delivered is not None:
-        row |= delivered._asdict()
+    if delivered is not None:  # the samples are counted among what was read
+        row |= {name: value for name, value in delivered._asdict().items() if name != "samples"}
     return row
 
 
@@ -256,7 +259,7 @@ def _read(layout: Layout) -> History:
     points = [
         {**{name: row[name] for name in _POINT}, "evicted": row["evicted"]} for row in points if _point_is_sound(row)
     ]
-    epochs = [{name: row[name] for name in _EPOCH} for row in epochs if _epoch_is_sound(row)]
+    epochs = [{**{name: row[name] for name in _EPOCH}, "new": row.get("new")} for row in epochs if _epoch_is_sound(row)]
     return History(sorted(points, key=lambda row: float(row["at"])), epochs)
 
 
@@ -271,8 +274,9 @@ def _epoch_is_sound(row: object) -> bool:
     if not isinstance(row, dict) or not row.keys() >= set(_EPOCH) or row["ended"] is None:
         return False
     names = ("dataset", "run")
+    numbers = [row[name] for name in _EPOCH if name not in names]
     return all(isinstance(row[name], str | None) for name in names) and all(
-        row[name] is None or _is_number(row[name]) for name in _EPOCH if name not in names
+        value is None or _is_number(value) for value in (*numbers, row.get("new"))
     )
 
 

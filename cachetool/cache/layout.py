@@ -34,8 +34,7 @@ from pathlib import Path
 from cachetool.core.errors import UsageError
 from cachetool.core.names import Id, Name
 from cachetool.core.text import shown
-from cachetool.core.units import parse_location
-from cachetool.proc.disk import cache_around, disk_block, too_long
+from cachetool.proc.disk import cache_around, disk_block, parse_location, too_long
 from cachetool.proc.folders import ALLOW_SHARED, disk_bytes, remove, write_durable
 
 __all__ = [
@@ -49,12 +48,15 @@ __all__ = [
     "loose",
     "place_of",
     "refuse_in_cache",
+    "refuse_long",
     "refuse_loose",
     "root_of",
 ]
 
 
 LAYOUT_VERSION = 1
+_LONGEST_ROOT = 512 - 8 - len("/catalog.sqlite3.new")
+"""Bytes: SQLite takes names of 512, and of those it wants 8 for ``-journal``."""
 SHARD_FILE = Name("shard.json")
 HISTORY_LIMIT = 256 * 1024
 """Bytes of the history file at most."""
@@ -66,7 +68,7 @@ def default_root() -> Path:
     """``$CACHETOOL_CACHE``, else the platform's cache folder of this user."""
     named = os.environ.get("CACHETOOL_CACHE")
     if named:
-        return Path(named)
+        return Path(os.path.expanduser(named))
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("cachetool"))
@@ -84,8 +86,8 @@ def root_of(named: str | Path | None) -> Path:
             f"a cache is a folder, {url[1]}://... is none; samples come from there with: cachetool pull URL --cache"
             " FOLDER"
         )
-    root = default_root() if named is None else Path(named)
-    if min(parse_location(root, what="the cache folder")) < " ":
+    root = Path(parse_location(default_root() if named is None else named, what="the cache folder"))
+    if min(str(root)) < " ":
         raise UsageError(f"the cache folder {shown(str(root))} has control characters; name another one with --cache")
     if too_long(root):
         raise UsageError(f"cache {shown(str(root))} is longer than a name may be here; name a shorter one with --cache")
@@ -96,6 +98,16 @@ def place_of(root: Path) -> Path:
     """The folder to which a name leads now: a link in it may be switched to another cache while this one is used. What
     is no folder yet keeps its name."""
     return Path(os.path.realpath(root)) if os.path.isdir(root) else root
+
+
+def refuse_long(root: Path) -> None:
+    """Raise :class:`UsageError` for the folder of a cache in which SQLite cannot open the catalog."""
+    length = len(os.fsencode(os.path.realpath(root)))
+    if length > _LONGEST_ROOT:
+        raise UsageError(
+            f"the path of cache {shown(str(root))} has {length} bytes, links in it resolved; SQLite, which keeps the"
+            f" catalog, takes at most {_LONGEST_ROOT}:\nname a shorter one with --cache or CACHETOOL_CACHE"
+        )
 
 
 def cache_option(root: Path) -> str:

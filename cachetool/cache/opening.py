@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cachetool.cache.catalog import Catalog
-from cachetool.cache.layout import Layout, cache_option, place_of, refuse_loose, root_of
+from cachetool.cache.layout import Layout, cache_option, place_of, refuse_long, refuse_loose, root_of
 from cachetool.cache.marker import check, settings
 from cachetool.cache.root import CacheDir
 from cachetool.cache.transaction_lock import PATIENCE
@@ -65,6 +65,7 @@ def open_root(
         raise UsageError(f"notify={shown(notify)} cannot be used: a function that takes a line of text")
     create = parse_flag(create, what="create=")
     path = place_of(root_of(root))
+    refuse_long(path)
     check_file_system(path, notify)
     refuse_loose(path)
     layout = Layout(path)
@@ -101,6 +102,9 @@ def open_root(
                 with cache.catalog.write() as connection:
                     refuse(connection, layout, size)
                     left = size - measure(connection, layout).total
+                before = cache.catalog.number("max_size")
+                if notify is not None and size < before:
+                    notify(f"the cap of {path} is lowered from {format_size(before)} to {format_size(size)}")
                 if notify is not None and left > free:
                     more = f"{format_size(left)} more than it takes now, the disk has {format_size(free)} free"
                     notify(f"the cap of {path} becomes {format_size(size)}, {more}: {_FULL_FIRST}")

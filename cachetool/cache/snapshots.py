@@ -203,16 +203,22 @@ class Snapshot:
             own = "dataset = ? AND state IN ('ready', 'retiring') AND since <= ? AND (until IS NULL OR until > ?)"
             which = self.dataset, self.version, self.version
             sums = connection.execute(
-                "SELECT source, count(*) AS shards, sum(samples) AS samples, sum(payload) AS bytes FROM shards"
-                f" WHERE {own} GROUP BY source",
+                "SELECT source, count(*) AS shards, sum(samples) AS samples, sum(payload) AS bytes,"
+                f" sum(iif(epochs = 0, samples, 0)) AS new FROM shards WHERE {own} GROUP BY source",
                 which,
             ).fetchall()
             connection.execute(f"UPDATE shards SET epochs = epochs + 1, used = ? WHERE {own}", (time.time(), *which))
-            read = {name: sum(row[name] for row in sums) for name in ("shards", "samples", "bytes")}
+            read = {name: sum(row[name] for row in sums) for name in ("shards", "samples", "bytes", "new")}
+            share = 1.0  # of the snapshot, by samples: which bytes are those of the others nobody counts
+            if delivered is not None and delivered.samples is not None and read["samples"]:
+                share = min(1.0, delivered.samples / read["samples"])
+                read |= {name: round(share * read[name]) for name in ("bytes", "new")}
+                read |= {"samples": min(delivered.samples, read["samples"])}
             connection.execute("UPDATE cache SET served = served + ?", (read["bytes"],))
             connection.execute("UPDATE datasets SET served = served + ? WHERE name = ?", (read["bytes"], self.dataset))
             connection.executemany(
-                "UPDATE sources SET served = served + ? WHERE id = ?", [(row["bytes"], row["source"]) for row in sums]
+                "UPDATE sources SET served = served + ? WHERE id = ?",
+                [(round(share * row["bytes"]), row["source"]) for row in sums],
             )
             epoch = history.epoch_row(connection, self._lease, delivered, dataset=self.dataset, **read)
             return epoch, history.due_point(connection, self._layout)

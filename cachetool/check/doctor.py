@@ -16,7 +16,7 @@ from typing import Any, Literal
 from cachetool.cache.catalog import Catalog, library_version
 from cachetool.cache.draws import reopened
 from cachetool.cache.holders import lock_states, locks_work
-from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, place_of, root_of
+from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, place_of, refuse_long, root_of
 from cachetool.cache.marker import look, settings
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
@@ -49,6 +49,7 @@ def examine(root: str | Path | None = None) -> list[Finding]:
     Raises :class:`UsageError` for a folder of other things and :class:`CatalogError` for one of a newer cachetool.
     """
     path = place_of(root_of(root))
+    refuse_long(path)
     layout = Layout(path)
     exists, wrong = look(layout)
     findings = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]

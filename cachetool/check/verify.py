@@ -22,7 +22,7 @@ from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
 from cachetool.cache.draws import Reopened, reopened
-from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, refuse_loose, root_of
+from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, refuse_long, refuse_loose, root_of
 from cachetool.cache.marker import look
 from cachetool.cache.records import read_shard_json
 from cachetool.check.one_shard import Fault, faults_of
@@ -60,6 +60,7 @@ def verify(
     other processes use the cache, or without a cap.
     """
     path = place_of(root_of(root))
+    refuse_long(path)
     layout = Layout(path)
     refuse_loose(path)
     there, wrong = look(layout)

@@ -22,7 +22,7 @@ from typing import Any
 from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cluster.spread import of_node
 from cachetool.core.errors import CacheToolError, Interrupted, UsageError, from_json, to_json
-from cachetool.core.nodes import cache_of, driver_cache
+from cachetool.core.nodes import address_option, cache_of, driver_cache
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.proc.task import Channel, Message, Task
 
@@ -139,7 +139,7 @@ def on_nodes(
         names = ", ".join(node.name for node in nodes)
         raise UsageError(
             f"no node has a cache at {place} (nodes: {names});"
-            f" fill them with: cachetool pull SOURCE --on ray{cache_option(Path(place))}"
+            f" fill them with: cachetool pull SOURCE --on ray{address_option(address)}{cache_option(Path(place))}"
         )
     return NodeResults(verb, there)
 

@@ -150,8 +150,10 @@ class Interrupted(CacheToolError):
 
 
 def to_json(error: CacheToolError) -> dict[str, Any]:
-    """The error as plain values that cross a process boundary: ``{"error": class name, "message": text}``."""
-    return {"error": type(error).__name__, "message": str(error)}
+    """The error as plain values that cross a process boundary: ``{"error": class name, "message": text}``. A class that
+    is not of this tree goes as the one that it is made from."""
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return {"error": kind.__name__, "message": str(error)}
 
 
 def from_json(value: dict[str, Any]) -> CacheToolError:

@@ -39,7 +39,8 @@ class Name(str):
         if not isinstance(text, str) or not cls._fits(text):
             raise CatalogError(
                 f"{shown(text)} is no name of {cls._what}, and cachetool never wrote it: nothing was changed;\n"
-                "a folder from somebody you do not trust is best deleted; one of your own: cachetool verify --repair"
+                "a folder from somebody you do not trust is best deleted; one of your own:"
+                " cachetool verify --repair --cache CACHE"
             )
         return super().__new__(cls, text)
 

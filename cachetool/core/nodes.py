@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from cachetool.core.errors import UsageError
 
-__all__ = ["DRIVER", "LABEL", "PLACE", "Node", "cache_of", "driver_cache", "namesakes", "node_of"]
+__all__ = ["DRIVER", "LABEL", "PLACE", "Node", "address_option", "cache_of", "driver_cache", "namesakes", "node_of"]
 
 PLACE = "{node}"
 """In the name of a cache folder: where the node's name goes."""
@@ -54,6 +55,11 @@ def node_of(row: Mapping[str, Any]) -> Node:
         )
     cpus = int((row.get("Resources") or {}).get("CPU", 1))
     return Node(str(row["NodeID"]), name, address, max(1, cpus))
+
+
+def address_option(address: str | None) -> str:
+    """`` --address HOST:PORT`` for a command in a message, where one was named."""
+    return "" if address is None else f" --address {shlex.quote(address)}"
 
 
 def namesakes(nodes: Iterable[Node]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from cachetool.core.errors import UsageError
-from cachetool.core.text import shown
+from cachetool.core.text import plain, shown
 
 __all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
@@ -45,6 +45,8 @@ _RESERVED = re.compile(r"\.(offsets|shapes)(/|$)|/shape$|(^|/)zarr\.json(/|$)|^_
 MAX_RANK = 32
 MAX_FIELDS = 4096
 """Of one sample: every shard, row of the catalog and message repeats them."""
+MAX_CLASSES = 48_000
+"""Bytes of the names of all classes: HDF5 keeps a schema in an attribute, of 64 KiB at most."""
 _DTYPE = 100
 """Characters of the longest name of a dtype: NumPy parses what it is given."""
 
@@ -60,6 +62,11 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
             raise TypeError("no name is so long")
         parsed = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # NumPy reads some names as Python
+        if str(dtype)[1:] == "f1":
+            raise UsageError(
+                f"dtype {str(dtype)!r} is one that NumPy does not read (float8_e5m2 of ml_dtypes is saved so); where"
+                " the header says '|u1' in its place, which is as long, its bits come as numbers"
+            ) from error
         raise UsageError(f"dtype {str(dtype)[:_DTYPE]!r} is not a NumPy dtype") from error
     if parsed.kind == "O":
         raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")
@@ -68,12 +75,21 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
         raise UsageError(
             f"dtype {str(parsed)[:100]} is a compound type; save each part of it ({parts}) as an array of its own"
         )
+    if parsed.kind == "V":
+        raise UsageError(_void(parsed.itemsize))
     if parsed.kind not in "biufcmM" or parsed.hasobject or parsed.itemsize > 16 or parsed.char in "gG":
         raise UsageError(f"dtype {parsed} cannot be stored; use bool, int, uint, float, complex or datetime64")
     if parsed.kind in "mM" and np.datetime_data(parsed)[0] == "generic":
         raise UsageError(f"dtype {parsed} has no unit; use one such as datetime64[ns]")
     little: np.dtype[Any] = parsed.newbyteorder("<")
     return little
+
+
+def _void(size: int) -> str:
+    """The error of bytes without a meaning, with the way out."""
+    guess = {1: " (float8 of ml_dtypes is saved so)", 2: " (bfloat16 of ml_dtypes is saved so)"}.get(size, "")
+    plain = f"uint{8 * size}" if size in (1, 2, 4, 8) else "uint8"
+    return f"dtype |V{size} has no meaning to NumPy{guess} and cannot be stored; save its bits: array.view({plain!r})"
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -100,6 +116,8 @@ class Field:
     """A little-endian NumPy dtype string such as ``<f4``, or ``bytes`` or ``str``."""
     shape: tuple[int | None, ...] = ()
     """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
+    classes: tuple[str, ...] = ()
+    """Of a scalar whole number that stands for a name: the names of 0, 1, 2, ..."""
     kind: Kind = dataclasses.field(init=False, repr=False, compare=False)
     """``fixed``, ``ragged``, ``bytes`` or ``str``."""
     numpy: np.dtype[Any] = dataclasses.field(init=False, repr=False, compare=False)
@@ -119,6 +137,8 @@ class Field:
         if _RESERVED.search(self.name):
             raise UsageError(f"field name {self.name!r} is reserved; rename the field with --rename {self.name}=NEW")
         if self.dtype in ("bytes", "str"):
+            if self.classes:
+                raise UsageError(f"field {self.name!r}: only a whole number has classes, not {self.dtype}")
             if self.shape != ():
                 raise UsageError(f"field {self.name!r}: {self.dtype} has no shape, got {self.shape}")
             self._derive("bytes" if self.dtype == "bytes" else "str", np.dtype(np.uint8), 0)
@@ -131,10 +151,23 @@ class Field:
         if free not in (0, len(self.shape)) or any(size is not None and size < 0 for size in self.shape):
             raise UsageError(f"field {self.name!r}: shape {self.shape} must be sizes of at least 0, or all None")
         numpy = np.dtype(self.dtype)
+        object.__setattr__(self, "classes", tuple(self.classes))
+        if self.classes:
+            self._check_classes(numpy)
         if free:
             self._derive("ragged", numpy, 0)
         else:
             self._derive("fixed", numpy, math.prod(size or 0 for size in self.shape) * numpy.itemsize)
+
+    def _check_classes(self, numpy: np.dtype[Any]) -> None:
+        if self.shape or numpy.kind not in "iu" or not all(isinstance(name, str) for name in self.classes):
+            raise UsageError(f"field {self.name!r}: only a whole number has classes, whose names are text")
+        nbytes = sum(len(json.dumps(name)) + 1 for name in self.classes)
+        if nbytes > MAX_CLASSES:
+            raise UsageError(
+                f"field {self.name!r}: the names of {len(self.classes)} classes take {nbytes} bytes, at most"
+                f" {MAX_CLASSES}; plain --label-from-folder keeps the names as text in each sample"
+            )
 
     def _derive(self, kind: Kind, numpy: np.dtype[Any], nbytes: int) -> None:
         """Known once: loaders ask for it with every batch."""
@@ -163,6 +196,9 @@ class Field:
         if self.kind in ("bytes", "str"):
             return self.kind
         name = np.dtype(self.dtype).name
+        if self.classes:
+            more = ", ..." if len(self.classes) > 3 else ""
+            return f"{name}, {len(self.classes)} classes ({', '.join(map(plain, self.classes[:3]))}{more})"
         if self.kind == "ragged":
             return f"{name} ragged rank {self.rank}"
         return f"{name} {self.sizes}" if self.shape else name
@@ -228,6 +264,11 @@ class Schema:
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the numbers of the first field that has such names; empty where none has."""
+        return next((field.classes for field in self.fields if field.classes), ())
+
     def select(self, names: str | Iterable[str]) -> Schema:
         """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
         return Schema(tuple(self[name] for name in names_of(names)))
@@ -242,12 +283,21 @@ class Schema:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain values for ``shard.json`` and the catalog."""
-        return [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+        return [
+            {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)}
+            | ({"classes": list(f.classes)} if f.classes else {})
+            for f in self.fields
+        ]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
         """The schema that :meth:`to_json` wrote. Raises :class:`UsageError` when ``value`` is none."""
         try:
-            return cls(tuple(Field(str(f["name"]), str(f["dtype"]), tuple(f["shape"])) for f in value))
-        except (KeyError, TypeError) as error:
+            return cls(
+                tuple(
+                    Field(str(f["name"]), str(f["dtype"]), tuple(f["shape"]), tuple(f.get("classes", ())))
+                    for f in value
+                )
+            )
+        except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"not a schema: {str(value)[:80]}") from error

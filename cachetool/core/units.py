@@ -20,7 +20,6 @@ __all__ = [
     "parse_duration",
     "parse_flag",
     "parse_fraction",
-    "parse_location",
     "parse_rate",
     "parse_size",
     "parse_text",
@@ -99,18 +98,6 @@ def parse_choice(value: object, choices: Collection[str], *, what: str) -> str:
     if not is_one_of(value, choices):
         raise UsageError(f"{what} is {' or '.join(choices)}, got {shown(value)}")
     return str(value)
-
-
-def parse_location(value: object, *, what: str) -> str:
-    """A path or URL as text. Raises :class:`UsageError`: an unset environment variable is None."""
-    text = value.__fspath__() if hasattr(value, "__fspath__") else value
-    if not isinstance(text, str):
-        raise UsageError(f"{what} takes a path or URL as text, not {type(value).__name__}")  # it may hold a password
-    if not text.strip():
-        raise UsageError(f"{what} is empty; name a folder, a file or a URL")
-    if not _is_unicode(text) or "\0" in text:
-        raise UsageError(f"{what} is no name in UTF-8; give the folder or file another name, or a link of one")
-    return str(text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from cachetool.core.errors import CapacityError, CorruptError, UsageError
 from cachetool.core.units import format_size
 from cachetool.formats.runs import Bytes, as_bytes
-from cachetool.proc.disk import DISK_BLOCK, MAP_SHARE, naming_inodes, whole_blocks
+from cachetool.proc.disk import DISK_BLOCK, MAP_SHARE, cache_around, naming_inodes, whole_blocks
 from cachetool.proc.folders import fsync_folder, new_descriptor, remove_path
 
 __all__ = [
@@ -65,9 +65,14 @@ def capacity_errors(path: Path, nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
+        if error.errno == errno.EFBIG:
+            advice = "ulimit -f sets that limit; lower --shard-size"
+        elif cache_around(path) is None:
+            advice = "free some disk"
+        else:
+            advice = "free some disk, or lower --max-size or --shard-size"
         raise CapacityError(
-            f"no room for {format_size(nbytes)} ({nbytes} bytes) at {path}: {os.strerror(error.errno)}; "
-            f"free some disk, or lower --max-size or --shard-size"
+            f"no room for {format_size(nbytes)} ({nbytes} bytes) at {path}: {os.strerror(error.errno)}; {advice}"
         ) from error
 
 

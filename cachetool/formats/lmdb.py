@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,7 @@ from cachetool.formats.writing import ShardWriter
 from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = [
+    "DATABASE",
     "Environment",
     "KEY",
     "LEN_KEY",
@@ -57,6 +59,8 @@ __all__ = [
     "file_bound",
     "is_ours",
     "keys_of",
+    "may_be_database",
+    "named_databases",
     "open_environment",
     "read_header",
     "schema_json",
@@ -279,6 +283,40 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+DATABASE = struct.Struct("<IHHQQQQQ")
+"""The record of a named database: ``MDB_db`` of LMDB's mdb.c. Pad, flags, depth; branch, leaf and overflow pages,
+entries, and the page of the root."""
+_NO_PAGE = 2**64 - 1
+
+
+def may_be_database(value: memoryview, last: int) -> bool:
+    """Whether a value can be the record of a named database in a file whose last page has the number ``last``: only of
+    these LMDB is asked, since that takes longer than all else that is done about an entry."""
+    if len(value) != DATABASE.size:
+        return False
+    _, _, depth, branch, leaf, overflow, _, root = DATABASE.unpack(value)
+    return bool(depth < 64 and max(branch, leaf, overflow) <= last and (root <= last or root == _NO_PAGE))
+
+
+def named_databases(environment: Environment) -> list[str]:
+    """The names of the databases that an open file of others holds beside the one without a name."""
+    env, names = environment.env, list[str]()
+    last = env.info()["last_pgno"]
+    with env.begin(buffers=True) as txn:
+        for key, value in txn.cursor():
+            if not may_be_database(value, last):
+                continue
+            name = bytes(key).rstrip(b"\0")
+            with contextlib.suppress(lmdb.Error):  # an entry like any other
+                try:
+                    env.open_db(name, txn=txn, create=False)
+                except lmdb.DbsFullError:  # there is room for one handle, and the first has it
+                    if not names:
+                        raise
+                names.append(name.decode("utf-8", "backslashreplace"))
+    return names
+
+
 def open_environment(path: Path) -> Environment:
     """The environment over the file ``path``, opened at most once per process whatever it is called; give it back with
     :meth:`Environment.close`. A forked child begins with none.
@@ -291,7 +329,7 @@ def open_environment(path: Path) -> Environment:
         environment = _open.get(key)
         if environment is None:
             try:
-                env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, max_dbs=0)
+                env = lmdb.open(os.fsencode(path), subdir=False, readonly=True, lock=False, max_dbs=1)
             except lmdb.Error as error:
                 raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
             environment = _open[key] = Environment(key, env)

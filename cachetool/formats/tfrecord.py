@@ -10,6 +10,7 @@ gzip stream (``compression_type="GZIP"`` in TensorFlow).
 
 from __future__ import annotations
 
+import shlex
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -182,7 +183,8 @@ class TFRecordReader:
             number = next(int(at[i]) for i, one in enumerate(alone) if one is None)
             raise CorruptError(
                 f"{self.path}: sample {number} is no record of this schema as cachetool writes it;\n"
-                "a file that others wrote is read with: cachetool convert FILE"
+                f"a file that others wrote is read with: cachetool convert {shlex.quote(str(self.path))} --to lmdb"
+                " --out NEW"
             )
         return block
 

@@ -39,6 +39,7 @@ __all__ = [
     "known_error",
     "limit_error",
     "naming_inodes",
+    "parse_location",
     "permission_denied",
     "refused_in",
     "too_long",
@@ -54,8 +55,8 @@ MAP_SHARE = 250
 counted in ``st_blocks``: 4 bytes for a block of 1 KiB on ext2 and ext3, and a little for the lists of lists."""
 
 _WORDS = {
-    errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
-    errno.EDQUOT: "the disk quota is used up; free some space, or lower --max-size",
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; free some space",
     errno.EFBIG: "the file would be larger than is allowed (ulimit -f); lower --shard-size",
     errno.EIO: "the disk reports an input/output error; nothing of this was committed",
     errno.EROFS: "the disk is mounted read-only; what is in the cache can still be read",
@@ -207,10 +208,32 @@ def disk_error(error: BaseException) -> CapacityError | None:
     if not isinstance(cause, OSError) or cause.errno not in _WORDS:
         return None
     name = os.fsdecode(cause.filename) if isinstance(cause.filename, str | bytes) else ""
-    words = _WORDS[cause.errno]
-    if cause.errno == errno.EROFS and name and cache_around(Path(name)) is None:
+    words, in_cache = _WORDS[cause.errno], bool(name) and cache_around(Path(name)) is not None
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT) and in_cache:
+        words += ", or lower --max-size"
+    if cause.errno == errno.EROFS and name and not in_cache:
         words = "the disk is mounted read-only; name a place on another one"
     return CapacityError(": ".join(part for part in (name, words) if part))
+
+
+def parse_location(value: object, *, what: str) -> str:
+    """A path or URL as text; ``~`` and ``~user`` at the beginning become the home folder. Bytes of a path that are not
+    UTF-8 stay, as surrogates. Raises :class:`UsageError`: an unset environment variable is None."""
+    text = value.__fspath__() if hasattr(value, "__fspath__") else value
+    if not isinstance(text, str):
+        raise UsageError(f"{what} takes a path or URL as text, not {type(value).__name__}")  # it may hold a password
+    if not text.strip():
+        raise UsageError(f"{what} is empty; name a folder, a file or a URL")
+    text = os.path.expanduser(str(text))
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(
+            f"{what} is no name of a file: it has a zero byte or half of a surrogate pair; name another one"
+        )
+    return text
 
 
 def too_long(path: Path) -> bool:

@@ -41,6 +41,7 @@ def all_of(figures: Figures) -> list[Markup]:
         _sizes(figures),
         _evictions(figures),
         _epochs(figures),
+        _epoch_samples(figures),
         _sources(figures),
         _datasets(figures),
         *([_epoch_table(figures)] if figures.history.epochs else []),
@@ -171,6 +172,25 @@ def _epochs(figures: Figures) -> Markup:
     return _section(title, _figure(chart, words, {name: colours[name] for name in used}))
 
 
+def _epoch_samples(figures: Figures) -> Markup:
+    title, epochs = "Samples of each epoch", figures.history.epochs
+    if not epochs:
+        return _section(title, element("p", "No epoch was read to its end yet.", class_="quiet"))
+    new = [min(row["new"] or 0, row["samples"]) for row in epochs]
+    before = [row["samples"] - count for row, count in zip(epochs, new, strict=True)]
+    series = {"read before": ("blue", before), "new": ("orange", new)}
+    used = {name: pair for name, pair in series.items() if any(pair[1])}
+    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order of their ends")
+    y = axes.count_axis(max(1, *(row["samples"] for row in epochs)), "samples")
+    names = [
+        f"{_who(row)}: {counted(row['samples'], 'sample')}, {count:,} new"
+        for row, count in zip(epochs, new, strict=True)
+    ]
+    chart = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
+    words = "Samples that each epoch read; new are those of shards that no epoch had read before."
+    return _section(title, _figure(chart, words, {name: colour for name, (colour, _) in used.items()}))
+
+
 def _numbered(epochs: int) -> tuple[tuple[float, str], ...]:
     step = next(step for step in (1, 2, 5, 10, 20, 50, epochs) if step * 8 >= epochs)
     return tuple((number - 0.5, str(number)) for number in range(step, epochs + 1, step))
@@ -179,15 +199,17 @@ def _numbered(epochs: int) -> tuple[tuple[float, str], ...]:
 def _epoch_table(figures: Figures) -> Markup:
     rows = [
         (
-            _who(row),
+            row["dataset"],
+            ", ".join(str(part) for part in (row["run"], row["epoch"]) if part not in (None, "")),
             time.strftime("%d %b %H:%M", time.localtime(row["ended"])),
             f"{row['samples']:,}",
+            "" if row["new"] is None else f"{row['new']:,}",
             "" if row["batches"] is None else f"{row['batches']:,}",
             joined([element("span", part, class_="whole") for part in _waits(row).split(", ")], ", "),
         )
         for row in reversed(figures.history.epochs[-_EPOCH_ROWS:])
     ]
-    table = _table(["epoch", "ended", ">samples", ">batches", "waits"], rows)
+    table = _table(["dataset", "epoch", "ended", ">samples", ">new", ">batches", "waits"], rows)
     words = (
         "Waits: batches that were not ready when training asked for them, and all the time it waited, for the epoch to"
     )

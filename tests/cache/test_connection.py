@@ -10,8 +10,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir, catalog
-from cachetool.cache.catalog import connect, statements
-from tests.cache.conftest import SCHEMA
+from cachetool.cache.catalog import connect
 
 
 @pytest.fixture
@@ -75,11 +74,3 @@ def test_patience_ends(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(cachetool.CatalogError, match="locked"), cache.catalog.write():
             pass
-
-
-@pytest.mark.parametrize("use", [lambda cache: cache.version, lambda cache: cache.declare("other", SCHEMA)])
-def test_a_look_and_a_write_count_as_uses(cache: CacheDir, use: Callable[[CacheDir], object]) -> None:
-    before = statements()
-    use(cache)
-
-    assert statements() > before

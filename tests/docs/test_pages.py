@@ -15,7 +15,7 @@ from tests.docs.world import fill_bucket
 PAGES = pages()
 TOGETHER = (
     ("README.md", "docs/tensorflow-to-pytorch.md"),
-    ("docs/training.md", "docs/scientific-data.md", "docs/moving.md"),
+    ("docs/training.md", "docs/scientific-data.md", "docs/moving.md", "docs/values.md"),
     ("docs/tutorial.md", "docs/choosing.md"),
     ("docs/errors.md", "docs/nodes.md"),
     ("docs/trainers.md",),

@@ -27,13 +27,15 @@ def fill_bucket(bucket: Path) -> Path:
 
 
 def page_folder(folder: Path, bucket: Path) -> Path:
-    """A folder to run a page in: ``volumes/`` and ``photos/`` as in the bucket, and data as other tools leave it."""
+    """A folder to run a page in: ``volumes/`` and ``photos/`` as in the bucket, and data as other tools leave it:
+    ``train.lmdb``, ``mds/`` and ``clips.h5``."""
     folder.mkdir()
     for name in ("volumes", "photos"):
         shutil.copytree(bucket / name, folder / name)
     shutil.copytree(bucket / "volumes", folder / "data" / "volumes")
     _pickles(folder / "train.lmdb")
     _mds(folder / "mds")
+    _clips(folder / "clips.h5")
     return folder
 
 
@@ -83,6 +85,16 @@ def _hdf5(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["field"] = np.random.default_rng(1).normal(size=(120, 4, 32, 32)).astype(np.float32)
         file["time"] = np.arange(120, dtype=np.float64)
+
+
+def _clips(path: Path) -> None:
+    """A group for each clip."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        for number in range(12):
+            file[f"clip{number:03d}/feat"] = np.full((16 + number, 4), number, dtype=np.float32)
+            file[f"clip{number:03d}/label"] = number
 
 
 def _zarr(path: Path) -> None:

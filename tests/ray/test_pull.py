@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cachetool
@@ -18,6 +19,7 @@ from tests.ray.nodes import NAMES, Nodes, command, committed, keys, keys_at, unt
 
 COUNT = 5200
 SIZE = {"max_size": "20MB"}
+MORE = ["--max-size", "20MB", "--workers", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,24 @@ def once(folder: Path, wanted: int) -> None:
             assert contradiction(cache.catalog, cache.layout) is None
             assert cache.catalog.rows("SELECT 1 FROM shards WHERE state <> 'ready'") == []
             assert cache.catalog.rows("SELECT 1 FROM jobs") == []
+
+
+def test_folders_have_the_same_numbers_on_all_nodes(cluster: Nodes, tmp_path: Path) -> None:
+    for name in ("dog", "cat", "owl"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(10):
+            np.save(tmp_path / "photos" / name / f"{number}.x.npy", np.array([["cat", "dog", "owl"].index(name)]))
+    words = [tmp_path / "photos", tmp_path / "{node}", cluster.address, "--all", "--shard-size", "64", *MORE]
+    done = subprocess.run(command(*words, "--label-from-folder", "int"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = 0
+    for name in NAMES:
+        with Loader(tmp_path / name, batch_size=4, workers=0) as loader:
+            assert loader.classes == ("cat", "dog", "owl")
+            for batch in loader:
+                assert batch["x"][:, 0].tolist() == batch["label"].tolist()
+                seen += len(batch["label"])
+    assert seen == 30
 
 
 def test_the_nodes_draw_the_samples_that_one_machine_draws_and_each_is_on_one_node(

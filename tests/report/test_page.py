@@ -35,6 +35,7 @@ SECTIONS = [
     "Shards by size",
     "Evictions",
     "Epochs",
+    "Samples of each epoch",
     "Coverage and reuse of each source",
     "Datasets",
     "Newest epochs",
@@ -137,7 +138,7 @@ def test_its_figures_are_those_of_the_cache(cache: CacheDir) -> None:
 def test_nothing_is_cut_and_no_words_run_into_others(cache: CacheDir) -> None:
     """By the room that words take at most: within the picture, and beside each other on one line."""
     charts = [each for each in parsed(page(figures(cache))).iter() if tag(each) == "svg" and each.get("role") == "img"]
-    assert len(charts) == 6
+    assert len(charts) == 7
     for chart in charts:
         assert chart.get("viewBox") == f"0 0 {WIDTH} {HEIGHT}"
         lines: dict[float, list[tuple[float, float]]] = {}
