@@ -148,7 +148,10 @@ def notes_on_source(
 
     names = list(skipped)
     named = {why for _, why in names}.union(IN_USE)
-    unnamed = [f"{number} {why}" for why, number in counts.items() if why not in named]
+    others = {why: number for why, number in counts.items() if why not in named}
+    if sum(others.values()) <= sum(why not in counts for _, why in names):  # each is named, with a reason of its own
+        others.clear()
+    unnamed = [f"{number} {why}" for why, number in others.items()]
     lost = left_out(names, more)
     for note in notes:
         out.note(f"note: {note}")
