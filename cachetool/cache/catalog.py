@@ -193,12 +193,21 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
     return CatalogError(f"catalog {path}: {error}")
 
 
+_DESCRIPTORS = 4
+"""That SQLite needs for a catalog, its journal and their folder."""
+
+
 def _no_descriptor() -> CacheToolError | None:
-    """That this process may open no more files, which SQLite does not say; None where it may."""
+    """That this process may open no more files, which SQLite does not say; None where it may open a few."""
+    opened: list[int] = []
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
+        while len(opened) < _DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         return limit_error(error)
+    finally:
+        for fd in opened:
+            os.close(fd)
     return None
 
 

@@ -214,7 +214,10 @@ class _Lister:
         from cachetool.sources.kinds import kind_named
 
         with contextlib.closing(open_store(url, limits=self._limits)) as store:
-            pages = keys_of_zarr(store, self._options)
+            try:
+                pages = keys_of_zarr(store, self._options)
+            except Unreachable:  # the error of the list says more
+                return None
             if pages is None:
                 return None
             remove_path(self._folder)

@@ -550,7 +550,7 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int
         next(batches)
         feeders = children()
         assert len(feeders) == 3
-        assert [os.getsid(pid) for pid in feeders] == feeders  # each is given a processor as one program
+        until(lambda: [os.getsid(pid) for pid in feeders] == feeders)  # each is given a processor as one program
         os.kill(feeders[number], signal.SIGKILL)
         with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[number]}\) was killed by signal 9"):
             list(batches)

@@ -33,11 +33,11 @@ def test_a_ring_whose_making_is_interrupted_leaves_no_descriptor(monkeypatch: py
 
     monkeypatch.setattr(f"cachetool.loaders.ring.ring.{step}", interrupted)
     gc.collect()  # what other tests left is none of this one's
-    before = os.listdir("/proc/self/fd")
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
         Ring()
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # a client's thread may close an idle connection meanwhile
 
 
 def in_huge_pages(address: int) -> int:

@@ -137,7 +137,7 @@ def test_a_file_met_without_descriptors_is_not_at_fault_and_neither_is_a_mount(t
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
-        with pytest.raises(SourceError, match=r"'a\.npy' cannot be opened: Too many open files") as caught:
+        with pytest.raises(SourceError, match=r"'a\.npy' cannot be opened: too many open files") as caught:
             store.get(item)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
