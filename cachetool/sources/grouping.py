@@ -27,7 +27,7 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.text import shown
 from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.options import LABEL, SourceOptions
-from cachetool.sources.readers import LeftOut
+from cachetool.stores.base import LeftOut
 
 __all__ = ["ALIEN", "Dots", "Grouping", "Kept", "Record", "describes", "family"]
 
@@ -99,9 +99,7 @@ class Grouping:
         self.note = ""
         """What was decided about the stem, and which option decides otherwise."""
         self.left_out = LeftOut()
-        """The names of what makes no sample, but for hidden ones."""
-        self.aliens: Counter[str] = Counter()
-        """How many names of keys that make no sample, by reason."""
+        """The names that make no sample, by reason."""
         self._parts: Counter[tuple[str, str]] = Counter()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._families: dict[tuple[str, str], int | None] = {}
@@ -214,8 +212,7 @@ class Grouping:
         for group in _groups(records):
             if why := rule.why(group):
                 for record in group:
-                    self.left_out.add(_decode(record[1]), why)
-                    self.aliens[why] += 1
+                    self.left_out.add(_decode(record[1]), why, why)
             else:
                 yield from group
 

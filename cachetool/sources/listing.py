@@ -84,9 +84,10 @@ def write_listing(
         for page in pages:
             for item in page:
                 if (why := arrived.add(item, url)) is not None:
-                    passed_over[why] += 1
-                    if grouping is not None and why != HIDDEN:
-                        grouping.left_out.add(item.key, why)
+                    if grouping is None or why == HIDDEN:
+                        passed_over[why] += 1
+                    else:
+                        passed_over.add(item.key, why, why)
             seen += len(page)
             if progress is not None:
                 progress(seen)
@@ -171,10 +172,11 @@ def write_sorted(
     facts |= {"version": _VERSION, "url": url, "stem": stem.rule}
     notes = [inside()]
     if grouping is not None:
-        passed_over.joined(LeftOut(grouping.aliens, grouping.left_out.listed()))
+        passed_over.joined(grouping.left_out)
         facts["kept"] = grouping.kept
         notes.append(grouping.note)
-    facts |= {"left_out": passed_over, "named": passed_over.listed(), "notes": [note for note in notes if note]}
+    facts |= {"left_out": passed_over, "named": passed_over.named, "more": passed_over.more}
+    facts["notes"] = [note for note in notes if note]
     with replacing(folder / LISTING_FILE) as file:
         file.write(json.dumps(facts, indent=1).encode())
     return Listing.open(folder)
@@ -355,7 +357,7 @@ class Listing:
                 bytes=facts["bytes"],
                 largest=facts["largest"],
                 digest=facts["digest"],
-                left_out=LeftOut(facts["left_out"], facts.get("named", ())),
+                left_out=LeftOut(facts["left_out"], facts.get("named", ()), facts.get("more", 0)),
                 notes=tuple(map(str, facts.get("notes", ()))),
                 kept=None if facts.get("kept") is None else tuple((str(a), str(b)) for a, b in facts["kept"]),
                 sizes=arrays["sizes"],

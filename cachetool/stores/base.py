@@ -101,48 +101,44 @@ CHANGED = (
 )
 """What to do about an object that is not the listed one."""
 
-_MORE = "..."
 MAX_NAMED = 100
-"""Names that :meth:`LeftOut.listed` gives; more are counted."""
+"""Names that :class:`LeftOut` keeps; more are counted."""
 
 
 class LeftOut(Counter[str]):
     """What a listing passed over, ``{"reason": count}``; the first of those that a user may miss also by name."""
 
-    def __init__(self, counts: Mapping[str, int] = MappingProxyType({}), names: Iterable[Sequence[str]] = ()) -> None:
-        """``names`` as :meth:`listed` gave them."""
+    def __init__(
+        self, counts: Mapping[str, int] = MappingProxyType({}), named: Iterable[Sequence[str]] = (), more: int = 0
+    ) -> None:
+        """``named`` and ``more`` are those of another one, as JSON has them."""
         super().__init__(counts)
-        self._names: list[tuple[str, str]] = []
-        self._more = 0
-        self._take(names)
-
-    def _take(self, names: Iterable[Sequence[str]]) -> None:
-        for name, why in names:
-            if name == _MORE:
-                self._more += int(why.split()[1])
-            elif len(self._names) < MAX_NAMED:
-                self._names.append((str(name), str(why)))
-            else:
-                self._more += 1
+        self.named = [(str(name), str(why)) for name, why in named]
+        self.more = more
 
     def add(self, key: str, reason: str, why: str) -> None:
         """Count ``key`` for its reason, and name it; ``why`` says it of one, with what to do."""
         self[reason] += 1
-        if len(self._names) < MAX_NAMED:
-            self._names.append((printable(key), why))
+        self._name(printable(key), why)
+
+    def _name(self, name: str, why: str) -> None:
+        if len(self.named) < MAX_NAMED:
+            self.named.append((name, why))
         else:
-            self._more += 1
+            self.more += 1
 
     def joined(self, others: Mapping[str, int]) -> Self:
         """This one, with those that another one has."""
         self.update(others)
         if isinstance(others, LeftOut):
-            self._take(others.listed())
+            self.more += others.more
+            for name, why in others.named:
+                self._name(name, why)
         return self
 
     def listed(self) -> tuple[tuple[str, str], ...]:
-        """Names and why."""
-        return (*self._names, (_MORE, f"and {self._more} more")) if self._more else tuple(self._names)
+        """Names and why, with a last line for those that are only counted."""
+        return (*self.named, ("...", f"and {self.more} more")) if self.more else tuple(self.named)
 
 
 Pages = Iterator[list[Object]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from cachetool.core.errors import BadObject, Unreachable
 from cachetool.loaders.numpy import Loader
 from cachetool.sources import SourceOptions
 from cachetool.stores import open_store
+from cachetool.stores.base import MAX_NAMED, LeftOut
 from tests.servers import sftp_server
 from tests.sources.files import open_files
 
@@ -59,6 +61,18 @@ def to_nothing(chunk: Path, aside: Path) -> None:
 def to_a_pipe(chunk: Path, aside: Path) -> None:
     chunk.rename(aside / "moved")
     os.mkfifo(chunk)
+
+
+def test_names_that_are_left_out_survive_json_whatever_they_are() -> None:
+    left_out = LeftOut({"hidden": 2})
+    for number in range(MAX_NAMED + 3):
+        left_out.add("..." if number == 0 else f"{number}", "links", "a link")
+    stored = json.loads(json.dumps([left_out, left_out.named, left_out.more]))
+    for copy in (LeftOut(*stored), LeftOut().joined(left_out)):
+        assert copy == {"hidden": 2, "links": MAX_NAMED + 3}
+        assert copy.listed() == left_out.listed()
+        assert copy.listed()[0][0] == copy.listed()[-1][0] == "..."
+        assert copy.listed()[-1][1] == "and 3 more"
 
 
 @pytest.mark.parametrize("odd", [to_another_disk, to_nothing, to_a_pipe])
