@@ -64,7 +64,7 @@ class Delivered(NamedTuple):
     waited: float | None
     """Seconds of these waits, and of the one for the epoch to begin."""
     samples: int | None = None
-    """What was read of the snapshot, where that is not all: a side of a split, or what was selected."""
+    """Samples read of the snapshot, where these are not all: a side of a split, or a selection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,11 @@ class Preview:
     schema: dict[str, str]
     """Field to type and shape, in words."""
     skipped: tuple[tuple[str, str], ...]
-    """What would not be taken: name and reason; the first 100."""
+    """Names that would not be taken, each with the reason; the first 100."""
     left_out_counts: Mapping[str, int]
     """How many objects would not be taken, by reason."""
     notes: tuple[str, ...] = ()
-    """What was decided about how the source is read, and the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that decides otherwise."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -132,11 +132,11 @@ class ConvertResult:
     verified: bool
     """Whether everything was read back through the format's own library."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """What of the input was not taken: name and reason; the first 100."""
+    """Names of the input that were not taken, each with the reason; the first 100."""
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
     """How many objects of the input were not taken, by reason."""
     notes: tuple[str, ...] = ()
-    """What was decided about how the source is read, and the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that decides otherwise."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -117,7 +117,7 @@ class Field:
     shape: tuple[int | None, ...] = ()
     """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
     classes: tuple[str, ...] = ()
-    """Of a scalar whole number that stands for a name: the names of 0, 1, 2, ..."""
+    """Names of 0, 1, 2, ..., where the field is a whole number that stands for a name."""
     kind: Kind = dataclasses.field(init=False, repr=False, compare=False)
     """``fixed``, ``ragged``, ``bytes`` or ``str``."""
     numpy: np.dtype[Any] = dataclasses.field(init=False, repr=False, compare=False)

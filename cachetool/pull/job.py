@@ -280,7 +280,7 @@ class PullResult:
     """How many objects of the source are in no sample, by reason: all of them, hidden ones and those that ``--include``
     and ``--exclude`` do not choose too."""
     notes: tuple[str, ...] = ()
-    """What was decided about how the source is read, and the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that decides otherwise."""
     of_objects: bool = True
     """Whether the source is a folder of objects, which ``refresh`` lists again; False for files of many samples."""
     added: int = 0

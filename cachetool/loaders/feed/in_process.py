@@ -217,7 +217,7 @@ class InProcess:
 
 
 def _look(feed: weakref.ref[InProcess]) -> None:
-    """What the timer does; it keeps no loader alive."""
+    """The timer's function; it keeps no loader alive."""
     here = feed()
     if here is not None and not here.closed:
         with contextlib.suppress(CacheToolError), here._using():  # closed meanwhile
