@@ -25,9 +25,9 @@ from cachetool.core.block import Block
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.sources import SourceOptions
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import write_listing
+from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object
 
 KEYS = 100_000

@@ -34,7 +34,7 @@ from cachetool.conversion.run import ConvertOptions
 from cachetool.core.errors import CacheToolError
 from cachetool.loaders.numpy import Loader
 from cachetool.pull.options import PullOptions
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.cli.conftest import Run, here
 from tests.loaders.numbered import put
 

@@ -18,7 +18,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.folders import remove_path
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 
 __all__ = ["Trial", "drop", "files_of", "fill", "made_up", "of_cache", "of_files", "written"]
 

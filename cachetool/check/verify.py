@@ -36,7 +36,7 @@ from cachetool.proc.folders import tree_bytes
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import source_id
 from cachetool.pull.run import PullResult, pull
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 
 __all__ = ["Missing", "Problem", "Verified", "verify"]
 

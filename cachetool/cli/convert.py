@@ -188,7 +188,7 @@ def _print(output: Output, result: ConvertResult) -> None:
 def _show_preview(output: Output, source: str, file_options: dict[str, Any], on_error: str) -> None:
     """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
     from cachetool.conversion.run import preview
-    from cachetool.sources import SourceOptions
+    from cachetool.sources.options import SourceOptions
 
     with output.progress() as report:
         summary = preview(source, SourceOptions(**file_options), report=report, on_error=on_error)

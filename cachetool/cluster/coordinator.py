@@ -29,7 +29,9 @@ from cachetool.cache.placing import Placed, Ranges
 from cachetool.core.errors import Interrupted, UsageError
 from cachetool.proc.task import Message
 from cachetool.pull.claims import Own, claim_json, order_of_pass, positions, runs
-from cachetool.sources import Source, SourceOptions, open_source
+from cachetool.sources.base import Source
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import open_source
 
 __all__ = ["Coordinator", "placed_of"]
 

@@ -35,7 +35,8 @@ from cachetool.proc.task import Asking, Channel, Message
 from cachetool.pull.job import Prepared
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import drawn_of, format_of, refuse_small_cap
-from cachetool.sources import SourceOptions, open_source
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import open_source
 
 __all__ = ["NodePart", "attend", "extend", "listing", "look"]
 

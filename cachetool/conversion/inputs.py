@@ -40,13 +40,14 @@ from cachetool.proc.folders import make_missing, shortened
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import scratch
 from cachetool.proc.task import Channel, Message, Task
-from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.braces import braces_of
 from cachetool.sources.classes import numbered
 from cachetool.sources.file_opening import run_of_blocks
 from cachetool.sources.globs import with_glob
-from cachetool.sources.registry import check_place
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import check_place, list_source, open_source
 from cachetool.stores import canonical, local_path, split_url
 from cachetool.stores.redact import printable
 

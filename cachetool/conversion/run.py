@@ -37,7 +37,7 @@ from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import stored_checksums
 from cachetool.proc.disk import parse_location
 from cachetool.proc.task import Engine, Message
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import notes_of
 from cachetool.stores import redact
 

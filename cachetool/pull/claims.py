@@ -35,7 +35,7 @@ from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import copies, job_row, promised
 from cachetool.proc.task import Asking
-from cachetool.sources import Source
+from cachetool.sources.base import Source
 from cachetool.sources.order import DrawOrder
 
 __all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass", "positions", "runs"]

@@ -23,13 +23,15 @@ from cachetool.proc.arrays import load_array
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
 from cachetool.pull.job import ListingChange, PrepareArguments, Prepared
-from cachetool.sources import RateLimit, Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.braces import braces_of
 from cachetool.sources.classes import numbered
 from cachetool.sources.listing import TABLE_FILE, Listing
 from cachetool.sources.looked import LookedAt
-from cachetool.sources.registry import refuse_empty
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.rate_limit import RateLimit
+from cachetool.sources.registry import list_source, open_source, refuse_empty
 from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 
 __all__ = ["PROBED", "list_on", "pace_of", "prepare"]

@@ -24,8 +24,8 @@ from cachetool.core.units import (
     parse_workers,
 )
 from cachetool.formats import get_format
-from cachetool.sources import SourceOptions
 from cachetool.sources.globs import with_glob
+from cachetool.sources.options import SourceOptions
 
 __all__ = ["PullOptions"]
 

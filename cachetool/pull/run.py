@@ -54,8 +54,8 @@ from cachetool.pull.prepare import (
     with_classes,
 )
 from cachetool.pull.reports import CacheFill, WorkerReports
-from cachetool.sources import SourceOptions
 from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import notes_of
 from cachetool.sources.registry import check_place
 from cachetool.sources.segments import SEGMENT, SegmentedListing

@@ -34,7 +34,7 @@ from cachetool.proc.task import Channel
 from cachetool.pull.claims import Claims, Done, Handed, order_of_pass, runs
 from cachetool.pull.job import too_many
 from cachetool.pull.reports import WaitingFor
-from cachetool.sources import ReadResult, Skipped
+from cachetool.sources.base import ReadResult, Skipped
 from cachetool.stores.redact import printable
 
 __all__ = ["Drawing", "FirstShard", "WorkerJob"]

@@ -25,9 +25,11 @@ from cachetool.pull.job import WorkerArguments
 from cachetool.pull.listing import pace_of
 from cachetool.pull.reports import Heartbeat
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
-from cachetool.sources import Source, SourceOptions, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.looked import LookedAt
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import open_source
 
 __all__ = ["draw"]
 

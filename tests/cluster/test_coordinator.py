@@ -26,7 +26,8 @@ from cachetool.cluster.coordinator import Coordinator
 from cachetool.core.errors import CacheToolError, Interrupted
 from cachetool.core.names import Id
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import SourceOptions, list_source, open_source
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from tests.loaders.processes import until
 
 SOURCE = Id("5" * 16)

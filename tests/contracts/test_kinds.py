@@ -21,8 +21,9 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import BadObject, CacheToolError
-from cachetool.sources import SourceOptions, list_source, open_source
 from cachetool.sources.kinds import Kind, kind_of, kind_of_head, kinds, locate
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from tests.servers import Http, folder_server
 from tests.sources.files import open_files
 from tests.sources.test_files_tfrecord import example

@@ -20,7 +20,9 @@ import pytest
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import ReadResult, Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import ReadResult, Source
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from tests.servers import folder_server, hub_server, sftp_server
 from tests.sources.bombs import FILES, OBJECTS
 
@@ -214,7 +216,7 @@ def test_closing_the_iterator_early_leaves_the_source_usable(source: Source) -> 
 
 
 def test_a_listing_of_another_grouping_is_refused(place: Place, source: Source, tmp_path: Path) -> None:
-    from cachetool.sources import SourceOptions
+    from cachetool.sources.options import SourceOptions
 
     with pytest.raises(UsageError, match="--stem first"):
         open_source(place.url, tmp_path / "listing", SourceOptions(stem="last"))
@@ -259,7 +261,7 @@ import contextlib, resource, sys
 import numpy as np
 from pathlib import Path
 from cachetool.core.errors import CacheToolError
-from cachetool.sources import list_source, open_source
+from cachetool.sources.registry import list_source, open_source
 url, folder = sys.argv[1], Path(sys.argv[2])
 try:
     list_source(url, folder)

@@ -24,7 +24,7 @@ from cachetool.conversion.inputs import described
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.proc.scratch import scratch
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import check_place
 from tests.commands import run_command
 from tests.servers import Http, Moto, folder_server, hub_server, sftp_server

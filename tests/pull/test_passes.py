@@ -21,7 +21,7 @@ from cachetool.core.errors import CapBlocked
 from cachetool.core.permutation import SegmentedOrder
 from cachetool.pull import claims
 from cachetool.pull.claims import Cached, runs
-from cachetool.sources import open_source
+from cachetool.sources.registry import open_source
 from tests.pull.test_background import until
 from tests.pull.test_growing import drawn, write
 

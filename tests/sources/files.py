@@ -13,8 +13,10 @@ import numpy as np
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import CacheToolError
-from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.kinds import Census, locate
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from cachetool.stores import open_store
 
 

@@ -16,8 +16,8 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.cf import decoder, packing_of
+from cachetool.sources.options import SourceOptions
 from tests.servers import folder_server
 from tests.sources.files import open_files, same, samples
 from tests.sources.test_remote_mixed import pulled

@@ -26,9 +26,9 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.contents import HEAD
 from cachetool.sources.kinds import kind_of_head
+from cachetool.sources.options import SourceOptions
 from tests.servers import Moto, folder_server
 from tests.sources.files import open_files
 from tests.sources.test_files_tfrecord import example

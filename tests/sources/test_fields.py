@@ -16,7 +16,7 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import UsageError
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import open_files, samples
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records

@@ -17,8 +17,8 @@ import zarr
 from PIL import Image
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.images import decode_image
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import open_files, read, same, samples
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records

@@ -20,9 +20,10 @@ import cachetool
 from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import SourceOptions, guard
+from cachetool.sources import guard
 from cachetool.sources.guard import read_block
 from cachetool.sources.kinds import Census
+from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object
 from tests.sources.files import file_kind, open_files, read, same
 from tests.sources.test_files_tar import write as write_tar

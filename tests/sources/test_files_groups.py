@@ -15,7 +15,8 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import UsageError
-from cachetool.sources import SourceOptions, groups, hdf5
+from cachetool.sources import groups, hdf5
+from cachetool.sources.options import SourceOptions
 from tests.docs.pages import DOCS
 from tests.servers import folder_server
 from tests.sources.files import open_files, same, samples

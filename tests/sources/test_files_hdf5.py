@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.byte_source import MemoryRanges, SourceFile
 from cachetool.sources.hdf5 import open_hdf5
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import damaged, open_files, outcome, read, same, samples
 
 N = 60

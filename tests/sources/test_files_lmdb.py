@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.lmdb import check_value_format
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import damaged, open_files, outcome, read, same, samples
 
 RANDOM = np.random.default_rng(2)

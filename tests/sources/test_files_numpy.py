@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import damaged, open_files, outcome, read, same, samples
 
 ARRAYS = {

@@ -17,7 +17,7 @@ from PIL import Image
 
 import cachetool
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.servers import folder_server
 from tests.sources.files import open_files, same, samples
 from tests.sources.test_remote import source_of

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import damaged, file_kind, open_files, outcome, same, samples
 
 RANDOM = np.random.default_rng(3)

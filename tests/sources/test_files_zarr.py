@@ -15,7 +15,7 @@ import pytest
 import zarr
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import file_kind, open_files, outcome, read, same, samples
 
 N = 50

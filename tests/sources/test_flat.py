@@ -17,7 +17,7 @@ import cachetool
 from cachetool.core.block import Ragged
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.loaders.numpy import Loader
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import open_files
 
 Arrays = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cachetool.core.errors import UsageError
-from cachetool.sources import SourceOptions
 from cachetool.sources.globs import Selection, split_glob, with_glob
+from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object
 
 KEYS = (

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
-from cachetool.sources import Listing, SourceOptions, list_source, listing
+from cachetool.sources import listing
 from cachetool.sources.file_table import Table
 from cachetool.sources.grouping import Grouping
 from cachetool.sources.kinds import Census
-from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.listing import TABLE_FILE, Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source
 from cachetool.stores import Object
 
 

@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachetool.core.errors import BadObject, CorruptError, NotFound
-from cachetool.sources import Listing, SourceOptions, list_source, listing
+from cachetool.sources import listing
 from cachetool.sources.keys import Stem
+from cachetool.sources.listing import Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source
 from cachetool.stores import Object
 
 OBJECTS = [

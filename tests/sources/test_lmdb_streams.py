@@ -14,7 +14,7 @@ import pytest
 import cachetool
 from cachetool.core.errors import BadObject, CacheToolError, UsageError
 from cachetool.loaders.torch import LMDBDataset
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from tests.sources.files import open_files, read, samples
 
 Databases = dict[bytes | None, dict[bytes, bytes]]

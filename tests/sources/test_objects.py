@@ -17,8 +17,9 @@ import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, Unreachable, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import SourceOptions, list_source, open_source
 from cachetool.sources.objects import ObjectsSource
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from cachetool.stores import Limits
 from tests.servers import Scripted, folder_server, scripted_server, serve_file
 

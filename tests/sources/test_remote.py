@@ -23,9 +23,11 @@ from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
-from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.byte_source import MemoryRanges, SourceFile
 from cachetool.sources.kinds import Census
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from cachetool.stores import Object
 from tests.servers import Http, Scripted, counted_s3, folder_server, scripted_server, serve_file
 

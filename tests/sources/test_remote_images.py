@@ -16,8 +16,9 @@ from PIL import Image
 import cachetool
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources import SourceOptions, list_source
 from cachetool.sources.images import decode_image
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source
 from tests.servers import Http, folder_server
 from tests.sources.test_remote import everything, everything_whole, keys, source_of
 

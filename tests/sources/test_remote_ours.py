@@ -15,8 +15,10 @@ import zarr
 
 import cachetool
 from cachetool.core.errors import BadObject, CorruptError
-from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.base import Source
 from cachetool.sources.file_listing import Survey
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
 from tests.servers import folder_server, rclone_s3
 
 COUNT = 30

@@ -15,7 +15,8 @@ import zarr
 import cachetool
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, UsageError
 from cachetool.loaders.numpy import Loader
-from cachetool.sources import SourceOptions, list_source
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source
 from tests.servers import Http, Scripted, folder_server, scripted_server
 from tests.sources.files import open_files
 

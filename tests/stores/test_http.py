@@ -30,7 +30,7 @@ from cachetool.core.errors import (
     Unreachable,
     UsageError,
 )
-from cachetool.sources import list_source
+from cachetool.sources.registry import list_source
 from cachetool.stores import Limits, Object, Store, http, http_objects, open_store, origins
 from cachetool.stores import http_pages as client
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.sources import list_source, open_source
+from cachetool.sources.registry import list_source, open_source
 from cachetool.stores import Object, open_store
 from tests.servers import Http, Scripted, hub_server, scripted_server
 

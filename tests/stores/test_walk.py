@@ -15,7 +15,7 @@ import zarr
 import cachetool
 from cachetool.core.errors import BadObject, Unreachable
 from cachetool.loaders.numpy import Loader
-from cachetool.sources import SourceOptions
+from cachetool.sources.options import SourceOptions
 from cachetool.stores import open_store
 from cachetool.stores.base import MAX_NAMED, LeftOut
 from tests.servers import sftp_server
