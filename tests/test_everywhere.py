@@ -90,7 +90,7 @@ KINDS = ["local", "s3", "gcs", "azure", "http-json", "http-html", "http-manifest
 def digests(url: str, cache: Path, samples: int) -> list[str]:
     """The content digests of the shards of a pull of everything, in their order; one worker, so that that is fixed."""
     with cachetool.open_cache(cache, max_size="100MB") as opened:
-        result = opened.pull(url, everything=True, workers=1, shard_size="100kB", seed=7)
+        result = opened.pull(url, all=True, workers=1, shard_size="100kB", seed=7)
         assert (result.samples, result.pass_complete) == (samples, True)
         return [json.loads((shard.path / "shard.json").read_bytes())["content"] for shard in opened.shards("default")]
 

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +29,7 @@ import cachetool
 from cachetool.api import find_shard, read_sample
 from cachetool.cache import CacheDir
 from cachetool.cli.app import program
-from cachetool.conversion.run import ConvertOptions
+from cachetool.conversion.options import ConvertOptions
 from cachetool.core.errors import CacheToolError
 from cachetool.loaders.numpy import Loader
 from cachetool.pull.options import PullOptions
@@ -149,10 +148,10 @@ def cache(tmp_path: Path) -> Iterator[CacheDir]:
 def test_options_of_pulls_and_conversions_take_values_or_refuse_them_in_a_line() -> None:
     """All of them with every value: they are checked before anything is touched, and then are plain JSON."""
     pull = arguments(cachetool.Cache.pull, "source", "on", "address", "placement", "progress")
-    attack(lambda **given: json.dumps(PullOptions.of(**given).to_json()), pull)
+    attack(lambda **given: json.dumps(PullOptions.of(given).to_json()), pull)
     attack(lambda **given: json.dumps(SourceOptions(**given).to_json()), arguments(SourceOptions))
-    convert = arguments(ConvertOptions, "files")
-    attack(lambda **given: json.dumps(asdict(ConvertOptions(**{"to": "lmdb", **given}))), convert)
+    convert = arguments(ConvertOptions)
+    attack(lambda **given: json.dumps(ConvertOptions(**{"to": "lmdb", **given}).to_json()), convert)
 
 
 def open_and_look(**given: Any) -> None:

@@ -36,7 +36,6 @@ from cachetool.proc.folders import tree_bytes
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import source_id
 from cachetool.pull.run import PullResult, pull
-from cachetool.sources.options import SourceOptions
 
 __all__ = ["Missing", "Problem", "Verified", "verify"]
 
@@ -188,11 +187,11 @@ def _pull_reopened(cache: CacheDir, draws: Reopened, formats: dict[str, str], re
     assert row is not None
     options = PullOptions(
         to=formats.get(row.dataset),
-        everything=True,
+        all=True,
         dataset=row.dataset,
         on_error="skip",  # some of these draws may have given nothing before
         reopened=True,
-        source=SourceOptions.from_json(row.options),
+        **row.options,
     )
     if source_id(row.url, options) != draws.source:
         # Of a URL with a query, or a path of another working directory, the catalog does not have all that it was.

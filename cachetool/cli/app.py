@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 import cachetool
-from cachetool.cli.options import with_label_kind
+from cachetool.cli.options import command, with_label_kind
 from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
 from cachetool.core.errors import CacheToolError, Interrupted
 from cachetool.proc.disk import known_error
@@ -42,7 +42,7 @@ def program(verbs: Sequence[str] = VERBS) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for verb in verbs:
-        app.command()(getattr(import_module(f"cachetool.cli.{verb}"), verb))
+        app.command()(command(getattr(import_module(f"cachetool.cli.{verb}"), verb)))
     return app
 
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption, WorkersOption
+from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output
 from cachetool.core.errors import CacheToolError, from_json
+from cachetool.core.options import Workers
 from cachetool.proc.disk import parse_location
 
 __all__ = ["bench"]
@@ -31,7 +32,7 @@ def bench(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Measure the disk of this folder. Default: that of the cache."),
     ] = None,
-    workers: WorkersOption = 2,
+    workers: Workers = 2,
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="N", min=0.01, help="How long each rate is measured, at least.")
     ] = 1.0,

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachetool.cli.options import (
-    AddressOption,
-    CacheOption,
-    DecodeOption,
-    ExcludeOption,
-    FieldsOption,
-    FollowLinksOption,
-    FormatOption,
-    IncludeOption,
-    JsonOption,
-    KeyOption,
-    LabelFromFolderOption,
-    OnErrorOption,
-    OnOption,
-    QuietOption,
-    ReadAsOption,
-    RenameOption,
-    ResizeOption,
-    RoomWaitOption,
-    StemOption,
-    ValueFormatOption,
-    WorkersOption,
-    field_names,
-    renames,
-)
+from cachetool.cli.options import CacheOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count, notes_on_source
+from cachetool.conversion.options import ConvertCall
 from cachetool.core.errors import UsageError
+from cachetool.core.options import Address, On
 from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -47,33 +26,9 @@ _SourceArgument = Annotated[
         help="What to write as plain files, with --out: a file, a folder or a URL. Default: the cache's samples.",
     ),
 ]
-_OutOption = Annotated[
-    str | None,
-    typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
-]
 _MaxSizeOption = Annotated[
     str | None,
     typer.Option("--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."),
-]
-_DatasetOption = Annotated[
-    str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset of the cache.")
-]
-_ShardSizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--shard-size",
-        metavar="SIZE",
-        help="Most bytes of values in one shard or file; without INPUT shards are cut or merged.",
-    ),
-]
-_CompressionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--compression", metavar="NAME", help="gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord)."
-    ),
-]
-_VerifyOption = Annotated[
-    bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
 ]
 _DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show the samples and fields of INPUT, and what of it is left out.")
@@ -82,32 +37,12 @@ _DryRunOption = Annotated[
 
 def convert(
     source: _SourceArgument = None,
-    *,
-    to: FormatOption,
-    out: _OutOption = None,
     cache: CacheOption = None,
     max_size: _MaxSizeOption = None,
-    dataset: _DatasetOption = None,
-    fields: FieldsOption = None,
-    rename: RenameOption = None,
-    stem: StemOption = None,
-    decode: DecodeOption = None,
-    resize: ResizeOption = None,
-    label_from_folder: LabelFromFolderOption = None,
-    key: KeyOption = True,
-    read_as: ReadAsOption = None,
-    include: IncludeOption = None,
-    exclude: ExcludeOption = None,
-    value_format: ValueFormatOption = None,
-    follow_links: FollowLinksOption = False,
-    shard_size: _ShardSizeOption = None,
-    compression: _CompressionOption = None,
-    workers: WorkersOption = 2,
-    on: OnOption = "local",
-    address: AddressOption = None,
-    verify: _VerifyOption = False,
-    wait: RoomWaitOption = "60s",
-    on_error: OnErrorOption = "error",
+    *,
+    options: ConvertCall,
+    on: On = "local",
+    address: Address = None,
     dry_run: _DryRunOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -126,46 +61,40 @@ def convert(
       cachetool convert volumes.h5 --to lmdb --out ./volumes-lmdb --verify
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
-    from cachetool import api
+    from cachetool.api import open_cache, runs_on_cluster
+    from cachetool.conversion import run
 
     output = Output(as_json=as_json, quiet=quiet)
-    file_options: dict[str, Any] = {
-        "fields": field_names(fields), "rename": renames(rename), "stem": stem, "decode": decode, "resize": resize,
-        "label_from_folder": label_from_folder or False, "key": key, "read_as": read_as,
-        "include": tuple(include or ()), "exclude": tuple(exclude or ()), "value_format": value_format,
-        "follow_links": follow_links,
-    }  # fmt: skip
-    if source is None:
-        _refuse_file_options(dry_run or on_error != "error", file_options)
-    elif dry_run:
-        _show_preview(output, source, file_options, on_error)
+    if source is None and dry_run:
+        raise UsageError("--dry-run shows what of an INPUT would be read; name one")
+    if source is None and options.out is not None and max_size is not None:
+        raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
+    if source is not None and not dry_run and (cache is not None or max_size is not None):
+        if options.out is None:
+            raise run.needs_out(source, cache)
+        name = "--max-size" if cache is None else "--cache"
+        raise UsageError(
+            f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
+        )
+    if dry_run:
+        assert source is not None
+        _show_preview(output, source, options)
         return
-    asked: dict[str, Any] = {
-        "to": to, "out": out, "dataset": dataset, "shard_size": shard_size, "compression": compression,
-        "workers": workers, "verify": verify, "wait": wait, "on_error": on_error,
-    }  # fmt: skip
-    place: dict[str, Any] = {"cache": cache, "max_size": max_size}
-    if api.runs_on_cluster(on, cache, address=address):
+    if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         if source is None:
-            nodes.convert_caches(output, cache, asked | {"max_size": max_size}, address)
+            nodes.convert_caches(output, cache, options, max_size, address)
             return
-        result = nodes.convert_files(output, source, asked | file_options | place, address)
+        result = nodes.convert_files(output, source, options, address)
     else:
-        with output.progress() as report:
-            result = api.convert(source, progress=report, notify=output.note, **place, **asked, **file_options)
+        with ExitStack() as stack:
+            opened = None
+            if source is None:
+                opened = stack.enter_context(open_cache(cache, max_size=max_size, create=False, notify=output.note))
+            report = stack.enter_context(output.progress())
+            result = run.convert(options, cache=opened, source=source, out=options.folder, report=report)
     _print(output, result)
-
-
-def _refuse_file_options(asked: bool, file_options: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for options of files where the cache's shards are converted."""
-    of_files = [name for name in file_options if name != "key"]
-    if asked or any(file_options[name] for name in of_files):
-        raise UsageError(
-            "--dry-run, --on-error, --fields, --rename, --stem, --decode, --resize, --label-from-folder, --read-as,"
-            " --include, --exclude, --value-format and --follow-links go with an INPUT"
-        )
 
 
 def _print(output: Output, result: ConvertResult) -> None:
@@ -185,13 +114,12 @@ def _print(output: Output, result: ConvertResult) -> None:
     )
 
 
-def _show_preview(output: Output, source: str, file_options: dict[str, Any], on_error: str) -> None:
+def _show_preview(output: Output, source: str, options: ConvertCall) -> None:
     """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
     from cachetool.conversion.run import preview
-    from cachetool.sources.options import SourceOptions
 
     with output.progress() as report:
-        summary = preview(source, SourceOptions(**file_options), report=report, on_error=on_error)
+        summary = preview(source, options, report=report)
     if output.as_json:
         output.document(summary.as_dict())
         return

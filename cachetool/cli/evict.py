@@ -6,18 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachetool.cli.options import (
-    AddressOption,
-    CacheOption,
-    DatasetOption,
-    JsonOption,
-    MinEpochsOption,
-    OnOption,
-    PolicyOption,
-    QuietOption,
-)
+from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count, fail
 from cachetool.core.errors import CapacityError
+from cachetool.core.options import Address, MinEpochs, On, Policy, RoomWait
 from cachetool.core.units import format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -31,16 +23,14 @@ def evict(
         str,
         typer.Option("--max-size", metavar="SIZE", help="Evict until the cache takes at most this; its cap stays."),
     ],
-    policy: PolicyOption = "oldest",
+    policy: Policy = "oldest",
     dataset: DatasetOption = None,
-    min_epochs: MinEpochsOption = 0,
+    min_epochs: MinEpochs = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go and how much it frees.")] = False,
-    wait: Annotated[
-        str, typer.Option("--wait", metavar="TIME", help="How long to wait for shards that readers still hold.")
-    ] = "0s",
+    wait: RoomWait = "0s",
     cache: CacheOption = None,
-    on: OnOption = "local",
-    address: AddressOption = None,
+    on: On = "local",
+    address: Address = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -59,7 +49,6 @@ def evict(
     from cachetool.api import open_cache, runs_on_cluster
 
     out = Output(as_json=as_json, quiet=quiet)
-    seconds = parse_duration(wait, what="--wait")
     if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
@@ -69,7 +58,7 @@ def evict(
             "dataset": dataset,
             "min_epochs": min_epochs,
             "dry_run": dry_run,
-            "wait": seconds,
+            "wait": parse_duration(wait),
         }
         nodes.evict(out, cache, arguments, address)
         return
@@ -81,7 +70,7 @@ def evict(
                 dataset=dataset,
                 min_epochs=min_epochs,
                 dry_run=dry_run,
-                wait=seconds,
+                wait=parse_duration(wait),
             )
         except CapacityError as error:
             if error.done and not as_json:

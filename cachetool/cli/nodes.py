@@ -20,6 +20,7 @@ from cachetool.core.units import format_size
 
 if TYPE_CHECKING:
     from cachetool.cluster.verbs import NodeResults
+    from cachetool.conversion.options import ConvertCall
     from cachetool.conversion.run import ConvertResult
 
 __all__ = ["convert_caches", "convert_files", "evict", "stats", "verify"]
@@ -126,17 +127,23 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
         raise typer.Exit(CorruptError.exit_code)
 
 
-def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
+def convert_caches(
+    out: Output, cache: str | None, options: ConvertCall, max_size: str | None, address: str | None
+) -> None:
     """The samples of each node's cache in another format: there, or as files of the node."""
     from cachetool.cluster.verbs import on_nodes
 
-    folder = arguments["out"]
+    folder = None if options.out is None else str(options.out)
     if folder is not None and "{node}" not in folder:
         raise UsageError(
             f"every node writes files of its own, and {folder} is one folder;"
             f" name one for each node: --out {shlex.quote(folder)}/{{node}}"
         )
-    given = {**arguments, "out": None if folder is None else os.path.abspath(os.path.expanduser(folder))}
+    given = {
+        "options": options.to_json(),
+        "max_size": max_size,
+        "out": None if folder is None else os.path.abspath(os.path.expanduser(folder)),
+    }
     with out.progress() as report:
         nodes = on_nodes("convert", cache, given, address=address, report=report, notify=out.note)
     if not out.as_json:
@@ -149,22 +156,22 @@ def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any],
     _end(out, nodes, nodes.as_dict() if out.as_json else None)
 
 
-def convert_files(out: Output, source: str, arguments: Mapping[str, Any], address: str | None) -> ConvertResult:
+def convert_files(out: Output, source: str, options: ConvertCall, address: str | None) -> ConvertResult:
     """An input that all nodes see, as plain files in a folder that all see: its parts are written by all nodes."""
-    from cachetool import api
     from cachetool.cluster.engine import connect
     from cachetool.cluster.spread import Spread
+    from cachetool.conversion.run import convert
     from cachetool.stores import redact
 
-    if arguments["out"] is None:
+    if options.folder is None:
         raise UsageError(
             "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
             f"\ninto the caches of the nodes a file is pulled: cachetool pull {shlex.quote(redact(source))} --all"
-            f" --on ray{address_option(address)}{_cache_option(arguments['cache'])}"
+            f" --on ray{address_option(address)}"
         )
     with connect(address, out.note) as engine, out.progress() as report:
-        spread = Spread(engine, engine.nodes(), per_node=arguments["workers"])
-        return api.convert(source, **arguments, progress=report, engine=spread)
+        spread = Spread(engine, engine.nodes(), per_node=options.workers)
+        return convert(options, source=source, out=options.folder, report=report, engine=spread)
 
 
 def _cache_option(cache: str | None) -> str:

@@ -1,64 +1,20 @@
-"""Options that more than one command takes, declared once so that they read the same everywhere."""
+"""The options of the command line: those that only it has, and how the others are made of their declarations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
+from functools import wraps
+from typing import Annotated, Any, get_args
 
 import typer
 
-from cachetool.core.errors import UsageError
+from cachetool.core.options import Declared, Option, Options, declared
 
-__all__ = [
-    "AddressOption",
-    "CacheOption",
-    "DatasetOption",
-    "DecodeOption",
-    "ExcludeOption",
-    "FieldsOption",
-    "FollowLinksOption",
-    "FormatOption",
-    "IncludeOption",
-    "JsonOption",
-    "KeyOption",
-    "LabelFromFolderOption",
-    "MinEpochsOption",
-    "OnErrorOption",
-    "OnOption",
-    "PolicyOption",
-    "QuietOption",
-    "ReadAsOption",
-    "RenameOption",
-    "ResizeOption",
-    "RoomWaitOption",
-    "ShardSizeOption",
-    "StemOption",
-    "ValueFormatOption",
-    "WorkersOption",
-    "complete_format",
-    "complete_policy",
-    "field_names",
-    "renames",
-    "with_label_kind",
-]
-
+__all__ = ["CacheOption", "DatasetOption", "JsonOption", "QuietOption", "command", "with_label_kind"]
 
 _LABEL, _LABEL_KINDS = "--label-from-folder", ("text", "int")
-
-
-def complete_format(incomplete: str) -> list[str]:
-    """The formats whose names begin with what was typed, for shell completion."""
-    from cachetool.formats import format_names
-
-    return [name for name in format_names() if name.startswith(incomplete)]
-
-
-def complete_policy(incomplete: str) -> list[str]:
-    """The eviction policies whose names begin with what was typed, for shell completion."""
-    from cachetool.cache import policy_names
-
-    return [name for name in policy_names() if name.startswith(incomplete)]
-
 
 CacheOption = Annotated[
     str | None,  # no Path: that takes an empty name for the present folder
@@ -70,150 +26,79 @@ CacheOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only the result.")]
-DatasetOption = Annotated[
-    str | None,
-    typer.Option("--dataset", metavar="NAME", help="Only this dataset."),
-]
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="FORMAT",
-        help="Format of the new shards: lmdb, hdf5, zarr or tfrecord.",
-        autocompletion=complete_format,
-    ),
-]
-ShardSizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--shard-size",
-        metavar="SIZE",
-        help="Most bytes of values in one shard. Default: 64MB, or a sixteenth of the cap where that is smaller.",
-    ),
-]
-PolicyOption = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        metavar="NAME",
-        help="Which shards go first: oldest, most-used, lru (longest not used) or random.",
-        autocompletion=complete_policy,
-    ),
-]
-MinEpochsOption = Annotated[
-    int,
-    typer.Option("--min-epochs", min=0, metavar="K", help="Keep a shard until K epochs of training used it."),
-]
-RoomWaitOption = Annotated[
-    str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
-]
-WorkersOption = Annotated[
-    int,
-    typer.Option("--workers", min=1, metavar="N", help="Processes that work side by side."),
-]
-FieldsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fields",
-        metavar="A,B|-A,-B",
-        help="Keep only these fields (names after --rename); with a minus before each name all but these. Repeatable.",
-    ),
-]
-RenameOption = Annotated[
-    list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
-]
-StemOption = Annotated[
-    str | None,
-    typer.Option(
-        "--stem",
-        metavar="first|last|REGEX",
-        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX."
-        " Default: the first, or the last where only that can be meant, which a note says.",
-    ),
-]
-DecodeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--decode",
-        metavar="image|mask|cf",
-        help="image: images become uint8 arrays of colours; mask: likewise, but those of one channel (palette, gray)"
-        " keep their numbers; cf: packed numbers and times of HDF5, netCDF4 and Zarr become what they stand for.",
-    ),
-]
-ResizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--resize",
-        metavar="SIDE|HxW",
-        help="With --decode image or mask: give every image this size, 224 meaning 224x224.",
-    ),
-]
-KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
-LabelFromFolderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--label-from-folder",
-        metavar="[text|int]",
-        help="Add the folder's name as the field 'label', or with int its number among the sorted names.",
-    ),
-]
-ReadAsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--read-as",
-        metavar="objects|files|groups|rows|KIND",
-        help="A sample is an object, or lies in a file of many: as a group, or as a row; or in those of one KIND (tar,"
-        " parquet, hdf5, ...). Default: by what is there.",
-    ),
-]
-IncludeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="GLOB",
-        help="Take only these names; repeatable. Without / a glob is for the last part of a name, with / for all of it"
-        " below SOURCE; ** matches folders.",
-    ),
-]
-ExcludeOption = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Leave out these names, as for --include; repeatable."),
-]
-FollowLinksOption = Annotated[
-    bool,
-    typer.Option(
-        "--follow-links",
-        help="Read what links in a folder lead to, also outside of it: any file that you may read. Only for folders"
-        " whose links you trust.",
-    ),
-]
-ValueFormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--value-format",
-        metavar="KIND",
-        help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
-    ),
-]
-OnErrorOption = Annotated[
-    str,
-    typer.Option("--on-error", metavar="error|skip", help="A bad object is an error, or is skipped (up to 1 %)."),
-]
-
-OnOption = Annotated[
-    str, typer.Option("--on", metavar="local|ray", help="Work here, or on all nodes of a Ray cluster, a cache on each.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address", metavar="HOST:PORT", help="Of the Ray cluster. Default: the one that runs here, or a new one."
-    ),
-]
+DatasetOption = Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset.")]
 
 
-def field_names(texts: list[str] | None) -> tuple[str, ...] | None:
-    """The names in ``--fields a,b --fields c``."""
-    return tuple(name.strip() for name in ",".join(texts).split(",")) if texts else None
+def _formats(incomplete: str) -> list[str]:
+    """The formats whose names begin with what was typed, for shell completion."""
+    from cachetool.formats import format_names
+
+    return [name for name in format_names() if name.startswith(incomplete)]
+
+
+def _policies(incomplete: str) -> list[str]:
+    """The eviction policies whose names begin with what was typed, for shell completion."""
+    from cachetool.cache import policy_names
+
+    return [name for name in policy_names() if name.startswith(incomplete)]
+
+
+_COMPLETIONS: Mapping[str, Callable[[str], list[str]]] = {"to": _formats, "policy": _policies}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as Typer is to see it.
+
+    A parameter whose type is a class of :class:`~cachetool.core.options.Options` stands for all its options: the
+    function gets them as one value. A parameter annotated with a single :class:`~cachetool.core.options.Option` is
+    declared by that, and its value is checked.
+    """
+    parameters: list[inspect.Parameter] = []
+    classes: dict[str, type[Options]] = {}
+    alone: dict[str, Declared] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        hint, extras = parameter.annotation, getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(hint, type) and issubclass(hint, Options):
+            classes[parameter.name] = hint
+            parameters += [_parameter(one) for one in declared(hint).values() if one.option.command_line]
+        elif extras and isinstance(extras[0], Option):
+            one = Declared(parameter.name, extras[0], get_args(hint)[0], parameter.default)
+            alone[one.name] = one
+            parameters.append(_parameter(one))
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(function)
+    def run(**given: Any) -> None:
+        for name, one in alone.items():
+            if one.option.check is not None and given[name] is not None:
+                given[name] = one.option.check(given[name], what=one.flag)
+        for name, options in classes.items():
+            values = {one: value for one in declared(options) if (value := given.pop(one, None)) is not None}
+            for each in values:
+                if (words := declared(options)[each].option.words) is not None:
+                    values[each] = words(values[each])
+            given[name] = options.of(values)
+        function(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _parameter(one: Declared) -> inspect.Parameter:
+    """What Typer makes the option of: text where a value may be text, a list where it may be several; None where it is
+    not given and the default is of another type."""
+    types = [each for each in (str, bool, int) if each in one.kinds]
+    plain: Any = types[0] if types else list[str]
+    default = inspect.Parameter.empty if one.default is MISSING else one.default
+    if default is not inspect.Parameter.empty and type(default) is not plain:
+        default, plain = None, plain | None
+    option = typer.Option(
+        one.flag, metavar=one.option.metavar, help=one.option.help, autocompletion=_COMPLETIONS.get(one.name)
+    )
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option]
+    )
 
 
 def with_label_kind(args: Sequence[str]) -> list[str]:
@@ -230,14 +115,3 @@ def with_label_kind(args: Sequence[str]) -> list[str]:
             word = f"{_LABEL}={kind}"
         out.append(word)
     return out
-
-
-def renames(pairs: list[str] | None) -> dict[str, str]:
-    """Old to new name of ``--rename a=b --rename c=d`` or ``--rename a=b,c=d``. Raises :class:`UsageError`."""
-    names: dict[str, str] = {}
-    for pair in ",".join(pairs).split(",") if pairs else []:
-        old, equals, new = (part.strip() for part in pair.partition("="))
-        if not (old and equals and new):
-            raise UsageError(f"--rename {pair!r} is not OLD=NEW; write it like --rename npy=volume")
-        names[old] = new
-    return names

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, JsonOption, OnOption, QuietOption
+from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.core.errors import UsageError
+from cachetool.core.options import Address, On
 from cachetool.core.units import format_size
 from cachetool.proc.disk import disk_error, parse_location
 from cachetool.proc.folders import replacing, resolved
@@ -38,8 +39,8 @@ def stats(
         ),
     ] = None,
     cache: CacheOption = None,
-    on: OnOption = "local",
-    address: AddressOption = None,
+    on: On = "local",
+    address: Address = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachetool.cli.options import AddressOption, CacheOption, JsonOption, OnOption, QuietOption
+from cachetool.cli.options import CacheOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.core.errors import CorruptError
+from cachetool.core.options import Address, On
 from cachetool.core.units import format_size, parse_fraction
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def verify(
         typer.Option("--sample", metavar="SHARE", help="Read the bytes of this share of the shards only, such as 5%."),
     ] = "100%",
     cache: CacheOption = None,
-    on: OnOption = "local",
-    address: AddressOption = None,
+    on: On = "local",
+    address: Address = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

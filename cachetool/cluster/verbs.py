@@ -249,15 +249,12 @@ def _verify(cache: str, arguments: Message, report: Report) -> Message:
 
 def _convert(cache: str, arguments: Message, report: Report) -> Message:
     from cachetool.cache import open_cache
-    from cachetool.conversion.run import ConvertOptions, convert, output_folder
+    from cachetool.conversion.options import ConvertCall
+    from cachetool.conversion.run import convert
 
-    options = dict(arguments)
-    out = output_folder(options.pop("out", None))
-    max_size = options.pop("max_size", None)
-    if out is not None and max_size is not None:
-        raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
-    with open_cache(cache, max_size=max_size, create=False) as opened:
-        return convert(ConvertOptions(**options), cache=opened, out=out, report=report).as_dict()
+    options = ConvertCall.from_json({**arguments["options"], "out": arguments["out"]})
+    with open_cache(cache, max_size=arguments["max_size"], create=False) as opened:
+        return convert(options, cache=opened, out=options.folder, report=report).as_dict()
 
 
 _VERBS: dict[str, Callable[[str, Message, Report], Message]] = {

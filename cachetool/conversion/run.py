@@ -18,76 +18,20 @@ from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import cache_option
 from cachetool.conversion.in_place import replace_shards
 from cachetool.conversion.inputs import Survey, described, survey
-from cachetool.conversion.to_files import DEFAULT_PART, export, require_new
+from cachetool.conversion.options import DEFAULT_PART, ConvertOptions
+from cachetool.conversion.to_files import export, require_new
 from cachetool.core.errors import UsageError
 from cachetool.core.progress import Report, silent
-from cachetool.core.text import shown
 from cachetool.core.units import (
-    is_one_of,
-    parse_choice,
     parse_duration,
-    parse_flag,
-    parse_size,
-    parse_text,
-    parse_workers,
 )
-from cachetool.formats import get_format
-from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import stored_checksums
-from cachetool.proc.disk import parse_location
 from cachetool.proc.task import Engine, Message
-from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import notes_of
 from cachetool.stores import redact
 
-__all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "output_folder", "preview"]
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """How to convert; checked when made. Raises :class:`UsageError`."""
-
-    to: str
-    dataset: str | None = None
-    shard_size: int | str | None = None
-    """Bytes of values in a shard or file."""
-    compression: str | None = None
-    workers: int = 2
-    verify: bool = False
-    """Read everything back through the target's own library."""
-    wait: float | str = 60.0
-    """Seconds to wait for room that readers hold."""
-    on_error: str = "error"
-    """``skip``: samples of an input that cannot be used are left out, up to 1 %."""
-    files: SourceOptions = field(default_factory=SourceOptions)
-    """How the samples of an input are made."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "to", parse_text(self.to, what="--to"))
-        kind = self.kind
-        if not is_one_of(self.compression, (None, *kind.compressions)):
-            have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
-            raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
-        object.__setattr__(self, "workers", parse_workers(self.workers))
-        object.__setattr__(self, "verify", parse_flag(self.verify, what="--verify"))
-        parse_choice(self.on_error, ("error", "skip"), what="--on-error")
-        if self.dataset is not None:
-            parse_text(self.dataset, what="--dataset")
-        if self.shard_size is not None:
-            object.__setattr__(self, "shard_size", parse_size(self.shard_size, what="--shard-size"))
-            if self.shard_size == 0:
-                raise UsageError("--shard-size must be at least 1 byte")
-        object.__setattr__(self, "wait", parse_duration(self.wait, what="--wait"))
-
-    @property
-    def kind(self) -> Format:
-        """The target's format."""
-        return get_format(self.to)
-
-    def part_bytes(self) -> int:
-        """Bytes of values in a shard or file."""
-        return DEFAULT_PART if self.shard_size is None else parse_size(self.shard_size, what="--shard-size")
+__all__ = ["ConvertResult", "Preview", "content_digest", "convert", "needs_out", "preview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +87,9 @@ class ConvertResult:
         return asdict(self)
 
 
-def preview(source: str | Path, options: SourceOptions, *, report: Report = silent, on_error: str = "error") -> Preview:
+def preview(source: str | Path, options: ConvertOptions, *, report: Report = silent) -> Preview:
     """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
-    parse_choice(on_error, ("error", "skip"), what="--on-error")
-    with described(source, options, report=report, skip_bad=on_error == "skip") as description:
+    with described(source, options.source, report=report, skip_bad=options.on_error == "skip") as description:
         contents = survey(description, DEFAULT_PART)
         fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
         skipped, notes = notes_of(contents.skipped)
@@ -162,22 +105,6 @@ def needs_out(source: str | Path, cache: str | Path | None = None) -> UsageError
         "convert INPUT writes plain files: name a new folder for them with --out DIR;\n"
         f"to have the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all{option}"
     )
-
-
-def source_options(*, samples: int | None = None, **given: Any) -> SourceOptions:
-    """The options of an input as :meth:`cachetool.Cache.convert` takes them. Raises :class:`UsageError`."""
-    try:
-        return SourceOptions(rows=samples, **given)
-    except TypeError as error:
-        raise UsageError(f"not the options of a source: {error}") from None
-
-
-def output_folder(name: str | Path | None) -> Path | None:
-    """The folder that a user names for plain files. Raises :class:`UsageError` for an empty name, which ``Path`` takes
-    for the present folder."""
-    if name is not None and not str(name).strip():
-        raise UsageError("the name of the folder to write is empty; name one with --out")
-    return None if name is None else Path(parse_location(name, what="--out"))
 
 
 def convert(
@@ -200,8 +127,10 @@ def convert(
         raise needs_out(source, None if cache is None else cache.root)
     if cache is None and source is None:
         raise UsageError("name a cache, or both an input and --out")
-    if source is not None and out is not None and options.dataset is not None:
+    if source is not None and options.dataset is not None:
         raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
+    if source is None and (given := ", ".join(options.of_files())):
+        raise UsageError(f"{given}: for an INPUT with --out only; the samples of a cache are taken as they are")
     wait = parse_duration(options.wait)
     contents: Survey | None = None
     if out is not None:
@@ -270,7 +199,7 @@ def _to_files(
     require_new(out)  # before anything is fetched, and before a lease is written
     if source is not None:
         skip_bad = options.on_error == "skip"
-        with described(source, options.files, beside=out, report=report, skip_bad=skip_bad) as description:
+        with described(source, options.source, beside=out, report=report, skip_bad=skip_bad) as description:
             return None, write(description)
     assert cache is not None
     with cache.snapshot(dataset=options.dataset, peek=True) as snapshot:

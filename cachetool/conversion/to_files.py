@@ -53,8 +53,6 @@ from cachetool.sources.readers import MAX_SKIPPED
 
 __all__ = ["export", "require_new", "sized", "write_parts"]
 
-DEFAULT_PART = 64 * 10**6
-"""Bytes of values in one file."""
 _MADE, _DONE, _EXTENTS, _PLAN = Name("made"), Name("done"), Name(".extents"), Name("plan.json")
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "format_size",
     "is_one_of",
     "parse_choice",
+    "parse_count",
     "parse_duration",
     "parse_flag",
     "parse_fraction",
@@ -64,11 +65,19 @@ def parse_whole(value: object, *, what: str) -> int:
     return number
 
 
-def parse_workers(value: object) -> int:
-    """A number of processes, as ``--workers`` takes it. Raises :class:`UsageError`."""
-    number = parse_whole(value, what="--workers")
+def parse_workers(value: object, *, what: str = "--workers") -> int:
+    """A number of processes. Raises :class:`UsageError`."""
+    number = parse_whole(value, what=what)
     if not 1 <= number <= _MAX_WORKERS:
-        raise UsageError(f"--workers must be at least 1 and at most {_MAX_WORKERS}, got {number}")
+        raise UsageError(f"{what} must be at least 1 and at most {_MAX_WORKERS}, got {number}")
+    return number
+
+
+def parse_count(value: object, *, what: str) -> int:
+    """A whole number of at least 0. Raises :class:`UsageError`."""
+    number = parse_whole(value, what=what)
+    if number < 0:
+        raise UsageError(f"{what} must be at least 0, got {number}")
     return number
 
 

@@ -26,7 +26,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.stats import (
@@ -40,12 +40,13 @@ from cachetool.cache.stats import (
     take_over,
 )
 from cachetool.cache.unmaking import leaving_nothing
-from cachetool.core.errors import CacheToolError, Interrupted, SourceError, UsageError
+from cachetool.core.errors import CacheToolError, Interrupted, SourceError
+from cachetool.core.options import takes
 from cachetool.core.progress import Progress
 from cachetool.proc.disk import parse_location
 from cachetool.proc.parent import Child, stop
 from cachetool.proc.task import Channel, Message, Task
-from cachetool.pull.options import PullOptions
+from cachetool.pull.options import DrawOptions, PullOptions
 from cachetool.pull.prepare import source_id
 from cachetool.pull.run import pull_on
 from cachetool.stores import redact
@@ -64,9 +65,9 @@ _running: set[BackgroundPull] = set()
 class BackgroundPull:
     """Draws samples into ``cache`` while this program goes on; a context manager.
 
-    ``cache`` is an open cache or its folder, ``url`` a source as for :meth:`cachetool.Cache.pull`, whose options it
-    takes but ``samples``, ``everything``, ``follow`` and ``wait``. It fills the cache, then evicts as needed and keeps
-    going, pass after pass; it pauses when all that is there is leased or was never read, and goes on at the next epoch.
+    ``cache`` is an open cache or its folder, ``url`` a source as for :meth:`cachetool.Cache.pull`. It fills the cache,
+    then evicts as needed and keeps going, pass after pass; it pauses when all that is there is leased or was never
+    read, and goes on at the next epoch.
 
     It returns once samples are being fetched, 10 s after the source has answered at the latest, or when another process
     pulls this source into this cache already: then it waits its turn. Raises :class:`UsageError` for options
@@ -77,15 +78,9 @@ class BackgroundPull:
     credentials any more, is tried again for as long as it takes; meanwhile :attr:`error` says why.
     """
 
-    def __init__(
-        self, cache: CacheDir | str | Path, url: str | os.PathLike[str], *, workers: int = 2, **options: Any
-    ) -> None:
-        if "max_size" in options:
-            raise UsageError("a background pull takes no max_size=; the cap is the cache's: open_cache(..., max_size=)")
-        if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
-            raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
-        asked = PullOptions.of(workers=workers, follow=True, **options)
-        url, asked = asked.at(parse_location(url, what="url="))
+    @takes(DrawOptions)
+    def __init__(self, cache: CacheDir | str | Path, url: str | os.PathLike[str], options: DrawOptions) -> None:
+        url, asked = PullOptions(**vars(options), follow=True).at(parse_location(url, what="url="))
         self.url = redact(url)
         self._source = source_id(url, asked)
         self._pid = os.getpid()

@@ -81,7 +81,7 @@ def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
     new, rows = options.source, cache.catalog.rows("SELECT id, url, options FROM sources") if cache.exists else ()
     for row in rows:
         old = SourceOptions.from_json(json.loads(row["options"]))
-        if source_id(url, replace(options, source=old)) != row["id"]:
+        if source_id(url, options.with_source(old)) != row["id"]:
             continue
         place = f"{row['url']} was pulled into dataset {options.dataset!r} with"
         if (set(old.include), set(old.exclude)) != (set(new.include), set(new.exclude)):

@@ -111,7 +111,7 @@ def pull(
             engine, cache, url, options,
             listing=new_listing or cache.listing(id), order=order, source=source, scratch=scratch, report=report,
         )  # fmt: skip
-        options = replace(options, source=with_classes(options.source, prepared.schema))
+        options = options.with_source(with_classes(options.source, prepared.schema))
         formats = {shard.format for shard in cache.shards(options.dataset)}
         plan = _plan(cache, url, options, prepared, nodes, id=id, scratch=scratch, began=began)
         if nodes is None:
@@ -204,10 +204,10 @@ def _fields_as_before(options: PullOptions, source: SourceRow | None) -> PullOpt
         stem=given.stem, read_as=given.read_as, include=given.include, exclude=given.exclude,
         follow_links=given.follow_links,
     )  # fmt: skip
-    if source is None or replace(options.source, concurrency=None) != plain:
+    if source is None or replace(given, concurrency=None) != plain:
         return options
     stored = SourceOptions.from_json(source.options)
-    return replace(options, source=replace(stored, stem=given.stem or stored.stem, concurrency=given.concurrency))
+    return options.with_source(replace(stored, stem=given.stem or stored.stem, concurrency=given.concurrency))
 
 
 def _plan(

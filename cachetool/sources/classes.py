@@ -31,7 +31,11 @@ def folder_of(key: str) -> str:
 
 def label_field(options: SourceOptions) -> Field:
     """The field that is added: text, or a number with the names of all numbers."""
-    return Field(LABEL, "<i8", classes=options.classes) if options.label_from_folder == "int" else Field(LABEL, "str")
+    return (
+        Field(LABEL, "<i8", classes=tuple(options.classes))
+        if options.label_from_folder == "int"
+        else Field(LABEL, "str")
+    )
 
 
 def with_label(schema: Schema, options: SourceOptions) -> Schema:

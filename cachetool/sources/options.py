@@ -5,15 +5,14 @@ from __future__ import annotations
 import numbers
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from cachetool.core.errors import UsageError
-from cachetool.core.schema import KEY, Field
+from cachetool.core.options import Option, Options
 from cachetool.core.text import shown
-from cachetool.core.units import is_one_of, parse_flag, parse_text, parse_whole
+from cachetool.core.units import is_one_of, parse_count, parse_flag, parse_text, parse_whole
 from cachetool.sources.keys import Stem
-from cachetool.sources.value_format import check_value_format
 
 __all__ = ["ImageSize", "Pixels", "SourceOptions", "image_size"]
 
@@ -38,7 +37,7 @@ class Pixels:
     """True when images of one channel keep the numbers that are stored."""
 
 
-def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
+def image_size(value: int | str | Sequence[int] | None, *, what: str = "--resize") -> ImageSize | None:
     """What ``--resize`` means: ``224`` is 224 x 224 pixels, ``224x320`` or ``(224, 320)`` height and width.
 
     Raises :class:`UsageError`.
@@ -52,32 +51,101 @@ def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
     sizes = [side for side in integers if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
-            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"
-            f" got {shown(value)}"
+            f"{what} is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320; got {shown(value)}"
         )
     return sizes[0], sizes[-1]
 
 
-def _renames(given: object) -> dict[str, str]:
+def _renames(given: Any, *, what: str) -> dict[str, str]:
     """Old to new names. Raises :class:`UsageError`."""
+    if given is None:
+        return {}
     if not isinstance(given, Mapping):
         raise UsageError(f"rename {shown(given)} cannot be used: old names to new ones")
-    return {parse_text(old, what="rename"): parse_text(new, what="rename") for old, new in given.items()}
+    from cachetool.core.schema import KEY
+
+    names = {parse_text(old, what="rename"): parse_text(new, what="rename") for old, new in given.items()}
+    if KEY in (*names, *names.values()):
+        raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
+    return names
 
 
-def _check_minus(fields: Sequence[str]) -> None:
-    """Raise :class:`UsageError` for names to keep beside names to leave out, and for a minus without a name."""
+def _checked_fields(given: Any, *, what: str) -> tuple[str, ...]:
+    """Names to keep, or names to leave out, each with a minus. Raises :class:`UsageError`."""
+    if given == () or given == []:  # what is left where the key alone was asked for
+        return ()
+    from cachetool.core.schema import KEY, names_of
+
+    fields = names_of(given)
     dropped = [name for name in fields if name.startswith("-")]
     if dropped and len(dropped) < len(fields):
         kept = next(name for name in fields if not name.startswith("-"))
         raise UsageError(
-            f"--fields either keeps fields or leaves fields out, and {shown(kept)} and {shown(dropped[0])} do both;"
+            f"{what} either keeps fields or leaves fields out, and {shown(kept)} and {shown(dropped[0])} do both;"
             " give names of one kind"
         )
     if f"-{KEY}" in dropped:
-        raise UsageError(f"{KEY} is left out with --no-key, not with --fields")
+        raise UsageError(f"{KEY} is left out with --no-key, not with {what}")
     if "-" in dropped:
-        raise UsageError("--fields has a minus without a name; to leave a field out: --fields -NAME")
+        raise UsageError(f"{what} has a minus without a name; to leave a field out: {what} -NAME")
+    return tuple(dict.fromkeys(name for name in fields if name != KEY))
+
+
+def _checked_stem(value: Any, *, what: str) -> str:
+    return Stem(value).rule
+
+
+def _checked_decode(value: object, *, what: str) -> str:
+    if not is_one_of(value, DECODINGS):
+        raise UsageError(f"unknown {what} {shown(value)}; there is {', '.join(DECODINGS)}")
+    return str(value)
+
+
+def _checked_label(value: object, *, what: str) -> bool | str:
+    if is_one_of(value, ("int", "text")):
+        return True if value == "text" else "int"
+    if isinstance(value, str):
+        raise UsageError(f"{what} is text or int, got {shown(value)}")
+    return parse_flag(value, what=what)
+
+
+def _checked_globs(value: object, *, what: str) -> tuple[str, ...]:
+    if value is None or value == ():
+        return ()
+    from cachetool.sources.globs import checked_globs
+
+    return checked_globs(value, what=what)
+
+
+def _checked_value_format(value: object, *, what: str) -> str:
+    from cachetool.sources.value_format import check_value_format
+
+    text = parse_text(value, what=what)
+    check_value_format(text)
+    return text
+
+
+def _concurrency(value: object, *, what: str) -> int:
+    number = parse_whole(value, what=what)
+    if not 1 <= number <= 1024:
+        raise UsageError(f"{what} must be 1 to 1024, got {number}")
+    return number
+
+
+def field_names(texts: Sequence[str]) -> tuple[str, ...]:
+    """The names in ``--fields a,b --fields c``."""
+    return tuple(name.strip() for name in ",".join(texts).split(","))
+
+
+def renames(pairs: Sequence[str]) -> dict[str, str]:
+    """Old to new name of ``--rename a=b --rename c=d`` or ``--rename a=b,c=d``. Raises :class:`UsageError`."""
+    names: dict[str, str] = {}
+    for pair in ",".join(pairs).split(","):
+        old, equals, new = (part.strip() for part in pair.partition("="))
+        if not (old and equals and new):
+            raise UsageError(f"--rename {pair!r} is not OLD=NEW; write it like --rename npy=volume")
+        names[old] = new
+    return names
 
 
 def _is_number(side: object) -> bool:
@@ -85,103 +153,111 @@ def _is_number(side: object) -> bool:
     return isinstance(side, str) or (isinstance(side, numbers.Integral) and abs(int(side)) <= MAX_SIDE)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """What ``pull`` was asked for, as far as the source is concerned. Raises :class:`UsageError` when made wrongly."""
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(Options):
+    """How samples are made of what lies at a source."""
 
-    fields: tuple[str, ...] | None = None
-    """Only these fields, by their names after renaming, in this order; all but these where each name has a minus before
-    it (``-mask``); None for all."""
-    rename: Mapping[str, str] = field(default_factory=dict)
-    """Field names as they are found, to what they shall be called; several may get one name."""
-    stem: str | None = None
-    """Where a name's key ends: ``first`` or ``last`` dot, or a regular expression; see :class:`Stem`. None: the first
-    dot, unless the names say that it must be the last; see :mod:`cachetool.sources.grouping`."""
-    decode: str | None = None
-    """``image``: images become uint8 arrays (height, width, 3). ``mask``: likewise, but those of one channel that lose
-    nothing (palette, gray) keep their numbers, (height, width). ``cf``: packed values of HDF5 and Zarr become those
-    that they stand for. None: all is as it is stored."""
-    resize: ImageSize | None = None
-    """Height and width that decoded images get, whatever their own; anything that :func:`image_size` reads is taken."""
-    label_from_folder: bool | str = False
-    """Add the field ``label``: the name of the folder a sample lies in, or with ``int`` its number among the sorted
-    names of all folders."""
-    classes: tuple[str, ...] = ()
+    fields: Annotated[
+        Sequence[str] | None,
+        Option(
+            "Keep only these fields (names after --rename); with a minus before each name all but these. Repeatable.",
+            "A,B|-A,-B", _checked_fields, words=field_names,
+        ),
+    ] = None  # fmt: skip
+    rename: Annotated[
+        Mapping[str, str],
+        Option("Give a field another name; several may get one. Repeatable.", "OLD=NEW", _renames, words=renames),
+    ] = field(default_factory=dict)
+    stem: Annotated[
+        str | None,
+        Option(
+            "Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX."
+            " Default: the first, or the last where only that can be meant, which a note says.",
+            "first|last|REGEX", _checked_stem,
+        ),
+    ] = None  # fmt: skip
+    decode: Annotated[
+        str | None,
+        Option(
+            "image: images become uint8 arrays (height, width, 3); mask: likewise, but those of one channel (palette,"
+            " gray) keep their numbers, (height, width); cf: packed numbers and times of HDF5, netCDF4 and Zarr become"
+            " what they stand for.",
+            "image|mask|cf", _checked_decode,
+        ),
+    ] = None  # fmt: skip
+    resize: Annotated[
+        int | str | tuple[int, int] | None,
+        Option(
+            "With --decode image or mask: give every image this size in pixels, 224 meaning 224x224.",
+            "SIDE|HxW", image_size,
+        ),
+    ] = None  # fmt: skip
+    label_from_folder: Annotated[
+        bool | str,
+        Option(
+            "Add the folder's name as the field 'label', or with int its number among the sorted names.",
+            "[text|int]", _checked_label,
+        ),
+    ] = False  # fmt: skip
+    read_as: Annotated[
+        str | None,
+        Option(
+            "A sample is an object, or lies in a file of many: as a group, or as a row; or in those of one KIND (tar,"
+            " parquet, hdf5, ...). Default: by what is there.",
+            "objects|files|groups|rows|KIND", parse_text,
+        ),
+    ] = None  # fmt: skip
+    include: Annotated[
+        Sequence[str],
+        Option(
+            "Take only these names; repeatable. Without / a glob is for the last part of a name, with / for all of it"
+            " below SOURCE; ** matches folders.",
+            "GLOB", _checked_globs,
+        ),
+    ] = ()  # fmt: skip
+    exclude: Annotated[
+        Sequence[str], Option("Leave out these names, as for --include; repeatable.", "GLOB", _checked_globs)
+    ] = ()
+    key: Annotated[bool, Option("Store where a sample came from as '__key__'.", flag="--key/--no-key")] = True
+    value_format: Annotated[
+        str | None,
+        Option(
+            "What the bytes of objects and of the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
+            "KIND", _checked_value_format,
+        ),
+    ] = None  # fmt: skip
+    rows: Annotated[
+        int | None,
+        Option(
+            "First dimension of the arrays of a file to take. Default: the one that most bytes have.", "N", parse_count
+        ),
+    ] = None
+    follow_links: Annotated[
+        bool,
+        Option(
+            "Read what links in a folder lead to, also outside of it: any file that you may read. Only for folders"
+            " whose links you trust."
+        ),
+    ] = False
+    concurrency: Annotated[
+        int | None, Option("Requests in flight in each worker. Default: what suits the store.", "N", _concurrency)
+    ] = None
+    classes: Sequence[str] = ()
     """The names that the numbers stand for, once they are known; see :mod:`cachetool.sources.classes`."""
-    read_as: str | None = None
-    """``objects``: each object, or each group with one key, is a sample; ``files``: each file holds many, ``groups``:
-    one in each of its groups, ``rows``: one in each row of its arrays; the name of a kind of files: those are read.
-    None: by what lies there, see :mod:`cachetool.sources.kinds`, which checks it, and :mod:`cachetool.sources.groups`.
-    """
-    include: tuple[str, ...] = ()
-    """Globs of names to take; none for all. See :mod:`cachetool.sources.globs`."""
-    exclude: tuple[str, ...] = ()
-    """Globs of names to leave out."""
-    key: bool = True
-    """Add the field ``__key__``."""
-    value_format: str | None = None
-    """The values of an LMDB file of others, and objects of bytes: ``bytes``, ``npy``, ``image`` or ``raw:DTYPE,SHAPE``;
-    None: bytes, in LMDB unless they look pickled."""
-    rows: int | None = None
-    """First dimension of the arrays of a file to take; None for the one that most bytes have."""
-    follow_links: bool = False
-    """Read files that links in a folder lead to, wherever they lie; without it see :mod:`cachetool.stores.local`."""
-    concurrency: int | None = None
-    """Requests in flight; None for what suits the store."""
 
-    def __post_init__(self) -> None:
-        if self.stem is not None:
-            Stem(self.stem)
-        if not is_one_of(self.decode, (None, *DECODINGS)):
-            raise UsageError(f"unknown --decode {shown(self.decode)}; there is {', '.join(DECODINGS)}")
-        object.__setattr__(self, "resize", image_size(self.resize))
+    def _check(self) -> None:
         if self.resize is not None and not (self.decodes_images or self.value_format == "image"):
             raise UsageError("--resize is for images that are decoded; give --decode image as well")
-        if self.read_as is not None:
-            parse_text(self.read_as, what="--read-as")
-        for name in ("include", "exclude"):
-            value = () if getattr(self, name) is None else getattr(self, name)
-            if not isinstance(value, list | tuple) or value:
-                from cachetool.sources.globs import checked_globs
-
-                value = checked_globs(value, what=f"--{name}")
-            object.__setattr__(self, name, tuple(value))
-        if self.concurrency is not None:
-            object.__setattr__(self, "concurrency", parse_whole(self.concurrency, what="--concurrency"))
-            if not 1 <= self.concurrency <= 1024:
-                raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
-        if self.value_format is not None:
-            check_value_format(parse_text(self.value_format, what="--value-format"))
-        if self.rows is not None:
-            object.__setattr__(self, "rows", parse_whole(self.rows, what="--samples"))
-            if self.rows < 0:
-                raise UsageError(f"the number of samples must be at least 0, got {self.rows}")
-        for name in ("key", "follow_links"):
-            flag = parse_flag(getattr(self, name), what=f"--{name.replace('_', '-')}")
-            object.__setattr__(self, name, flag)
-        if is_one_of(self.label_from_folder, ("int", "text")):
-            label: bool | str = True if self.label_from_folder == "text" else "int"
-        elif isinstance(self.label_from_folder, str):
-            raise UsageError(f"--label-from-folder is text or int, got {shown(self.label_from_folder)}")
-        else:
-            label = parse_flag(self.label_from_folder, what="--label-from-folder")
-        object.__setattr__(self, "label_from_folder", label)
         if not isinstance(self.classes, list | tuple) or not all(isinstance(name, str) for name in self.classes):
             raise UsageError(f"classes {shown(self.classes)} cannot be used: a list of names")
-        object.__setattr__(self, "classes", tuple(self.classes))
-        if self.fields is not None:
-            object.__setattr__(self, "fields", (self.fields,) if isinstance(self.fields, str) else self.fields)
-            if not isinstance(self.fields, list | tuple) or not all(isinstance(name, str) for name in self.fields):
-                raise UsageError(f"fields {shown(self.fields)} cannot be used: a list of names")
-            object.__setattr__(self, "fields", tuple(dict.fromkeys(name for name in self.fields if name != KEY)))
-            if not self.fields and not self.key:
-                raise UsageError("--fields names no field")
-            _check_minus(self.fields)
-        object.__setattr__(self, "rename", _renames(self.rename))
-        for name in (*(self.chosen or ()), *self.rename.values()):
-            Field(name, "bytes")  # refuses names that no format can hold
-        if KEY in (*self.rename, *self.rename.values()):
-            raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
+        self._set("classes", tuple(self.classes))
+        if self.fields is not None and not self.fields and not self.key:
+            raise UsageError("--fields names no field")
+        if self.fields or self.rename:
+            from cachetool.core.schema import Field
+
+            for name in (*(self.chosen or ()), *self.rename.values()):
+                Field(name, "bytes")  # refuses names that no format can hold
 
     @property
     def decodes_images(self) -> bool:
@@ -191,12 +267,12 @@ class SourceOptions:
     @property
     def pixels(self) -> Pixels:
         """The way in which images become arrays."""
-        return Pixels(self.resize, self.decode == "mask")
+        return Pixels(image_size(self.resize), self.decode == "mask")
 
     @property
     def chosen(self) -> tuple[str, ...] | None:
         """The fields asked for by name, in order; None for all, or for all but :attr:`dropped`."""
-        return None if self.dropped else self.fields
+        return None if self.dropped or self.fields is None else tuple(self.fields)
 
     @property
     def dropped(self) -> frozenset[str]:
@@ -214,19 +290,3 @@ class SourceOptions:
         globs = {name: sorted(getattr(self, name)) for name in ("include", "exclude") if getattr(self, name)}
         links = {"follow_links": True} if self.follow_links else {}
         return facts | ({} if self.read_as is None else {"read_as": self.read_as}) | globs | links
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        lists = {"include": list(self.include), "exclude": list(self.exclude)}
-        return {**asdict(self), "fields": None if self.fields is None else list(self.fields), **lists}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The options that :meth:`to_json` described. Raises :class:`UsageError` when ``value`` is none."""
-        try:
-            given = dict(value)
-            if given.get("fields") is not None:
-                given["fields"] = tuple(given["fields"])
-            return cls(**given)
-        except TypeError as error:
-            raise UsageError(f"not the options of a source: {error}") from None

@@ -12,7 +12,8 @@ import pytest
 import cachetool
 import cachetool.conversion.to_files as to_files
 from cachetool import open_cache
-from cachetool.conversion.run import ConvertOptions, convert
+from cachetool.conversion.options import ConvertOptions
+from cachetool.conversion.run import convert
 from cachetool.conversion.to_files import WorkFolder
 from tests.advice.conftest import World, follows
 from tests.advice.rows import Row, follow, group
@@ -82,10 +83,10 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 @follows("conversion/run.py", "name a cache, or both")
 def test_a_conversion_of_nothing_says_what_to_name(world: World) -> None:
-    world.raises(lambda: convert(ConvertOptions("hdf5")))
+    world.raises(lambda: convert(ConvertOptions(to="hdf5")))
     with open_cache(world.folder / "c") as cache:
-        assert convert(ConvertOptions("hdf5"), cache=cache).samples == 12
-    assert convert(ConvertOptions("hdf5"), source=world.folder / "a.h5", out=world.folder / "new").samples == 12
+        assert convert(ConvertOptions(to="hdf5"), cache=cache).samples == 12
+    assert convert(ConvertOptions(to="hdf5"), source=world.folder / "a.h5", out=world.folder / "new").samples == 12
     world.worked += 1
 
 

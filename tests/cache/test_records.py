@@ -43,7 +43,7 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(24):
         np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
     with cachetool.open_cache(folder / "cache", max_size="8MB") as made:
-        made.pull(folder / "source", everything=True, shard_size="100kB", workers=1)
+        made.pull(folder / "source", all=True, shard_size="100kB", workers=1)
     return folder / "cache"
 
 

@@ -55,7 +55,7 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(60))
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, shard_size=160, workers=1, to="hdf5", seed=3)
+        cache.pull(str(remote), all=True, shard_size=160, workers=1, to="hdf5", seed=3)
         while cache.stats().samples > 24:
             cache.evict(cache.usage().total - 1)
         left = cache.stats().samples
@@ -80,7 +80,7 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
             assert keys(cache) == before
     with cachetool.open_cache(root) as cache:
         assert contradiction(cache.catalog, cache.layout) is None
-        cache.pull(str(remote), everything=True, shard_size=160, workers=1)
+        cache.pull(str(remote), all=True, shard_size=160, workers=1)
         assert keys(cache) == Counter(f"{n:04d}" for n in range(60))
         assert cache.stats().sources[0]["drawn"] == 60
         assert contradiction(cache.catalog, cache.layout) is None
@@ -96,7 +96,7 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
     for number in range(20):
         np.save(remote / f"{number:02d}.npy", np.random.default_rng(number).random(12_500))
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, shard_size=410_000, workers=1, to="hdf5")
+        cache.pull(str(remote), all=True, shard_size=410_000, workers=1, to="hdf5")
         assert [shard.samples for shard in cache.shards()] == [4] * 5
         used = cache.usage().total
     monkeypatch.setattr(
@@ -128,7 +128,7 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
     write(remote, range(40))
     (remote / "0007.x.npy").write_bytes(b"no array")
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1, seed=3)
+        cache.pull(str(remote), all=True, on_error="skip", shard_size=160, workers=1, seed=3)
         before = keys(cache)
         assert before.total() == 39
         assert cache.stats().sources[0]["skipped"] == 1
@@ -146,7 +146,7 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
     with cachetool.open_cache(root) as cache:
         assert keys(cache) == before - Counter(["0011"] * more)
         assert cache.stats().sources[0]["drawn"] == 40
-        assert cache.pull(str(remote), everything=True, on_error="skip").pass_complete
+        assert cache.pull(str(remote), all=True, on_error="skip").pass_complete
     (root / "catalog.sqlite3").unlink()
     rebuilt = verify(root, repair=True)
     assert [row.draws for row in rebuilt.missing] == [1 + more], "also by a catalog made anew"
@@ -167,7 +167,7 @@ def test_a_bad_object_that_is_only_looked_at_stops_no_repair_and_no_pull_of_good
     write(remote, range(40))
     (remote / "0007.x.npy").write_bytes(b"no array")
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1, seed=3)
+        cache.pull(str(remote), all=True, on_error="skip", shard_size=160, workers=1, seed=3)
         before = keys(cache)
         flip(max(cache.shards(), key=lambda shard: shard.samples).path)
 
@@ -183,13 +183,13 @@ def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(20))
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, shard_size=80, workers=1, seed=3)
+        cache.pull(str(remote), all=True, shard_size=80, workers=1, seed=3)
         flip(cache.shards()[0].path)
         lost = verify(root, repair=True).missing[0].draws
     bad = next(path for path in sorted(remote.iterdir()) if path.name[:4] not in keys_of(root))
     spoil(bad)
     with cachetool.open_cache(root) as cache:
-        made = cache.pull(str(remote), everything=True, on_error="skip", shard_size=80, workers=2)
+        made = cache.pull(str(remote), all=True, on_error="skip", shard_size=80, workers=2)
         assert (made.samples, made.skipped, made.pass_complete) == (lost - 1, 1, True)
         assert [(row.draws, row.tried) for row in verify(root).missing] == [(1, 1)]
         cache.evict(cache.usage().total - 1)
@@ -197,7 +197,7 @@ def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_
         assert cache.stats().sources[0]["pass"] == 2
         assert verify(root).missing == [], "the next pass draws it like any other"
         spoil(bad)
-        cache.pull(str(remote), everything=True, on_error="skip", shard_size=80, workers=2)
+        cache.pull(str(remote), all=True, on_error="skip", shard_size=80, workers=2)
         assert keys(cache) == Counter(f"{n:04d}" for n in range(20))
 
 
@@ -227,7 +227,7 @@ def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(8))
     with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, to="tfrecord", workers=1)
+        cache.pull(str(remote), all=True, to="tfrecord", workers=1)
         cache.pull(str(remote), samples=5, to="zarr", dataset="other", workers=1)
     shutil.rmtree(root / "shards")
 
@@ -256,13 +256,13 @@ def test_a_repair_does_not_fetch_other_values_where_the_query_is_not_known(query
         handler.answer(200, body.getvalue())
 
     with scripted_server(script) as server, cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(f"{server.url}/d/?{query}", everything=True, workers=1, to="hdf5")
+        cache.pull(f"{server.url}/d/?{query}", all=True, workers=1, to="hdf5")
         [shard] = cache.shards()
         flip(shard.path)
         found = verify(root, repair=True, repull=True)
         assert found.repulled == 0
         [missing] = found.missing
         assert missing.failed == "what it names is not known here; pull it by its URL"
-        cache.pull(f"{server.url}/d/?{query}", everything=True, workers=1)
+        cache.pull(f"{server.url}/d/?{query}", all=True, workers=1)
         assert verify(root).sound
         assert sorted(drawn(cache)) == [("0", 2), ("1", 2)]

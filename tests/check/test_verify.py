@@ -166,7 +166,7 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
     assert run("verify", "--cache", root).returncode == 0
     with open_cache(root) as cache:
         assert cache.stats().missing == []
-        cache.pull(str(objects), everything=True, workers=1)
+        cache.pull(str(objects), all=True, workers=1)
     assert len(keys(root)) == len(set(keys(root))) == 60
 
 
@@ -220,7 +220,7 @@ def test_a_lost_catalog_is_an_error_that_names_the_remedy(root: Path) -> None:
     assert keys(root) == before
     with open_cache(root) as cache:
         assert cache.max_size == 20_000_000
-        cache.pull(next(iter(cache.stats().sources))["url"], everything=True, workers=1)
+        cache.pull(next(iter(cache.stats().sources))["url"], all=True, workers=1)
         assert cache.stats().sources[0]["drawn"] == 60
     assert len(set(keys(root))) == 60
 
@@ -347,7 +347,7 @@ def test_rows_of_a_file_are_pulled_again_from_that_file_wherever_the_repair_is_r
         np.save(tmp_path / name / "x.npy", np.full((60, 5), value))
     monkeypatch.chdir(tmp_path / "a")
     with open_cache(tmp_path / "c", max_size="8MB") as cache:
-        cache.pull("x.npy", everything=True, workers=1, to="hdf5", shard_size=2000)
+        cache.pull("x.npy", all=True, workers=1, to="hdf5", shard_size=2000)
         shard = cache.shards()[0]
         with open(shard.path / "data.h5", "r+b") as file:
             file.truncate(1000)

@@ -104,7 +104,7 @@ def test_a_word_that_is_no_kind_of_label_is_named(run: Run, photos: Path) -> Non
     with cachetool.open_cache(photos.parent / "api", max_size="50MB") as cache:
         with pytest.raises(UsageError, match="--label-from-folder is text or int, got 'number'"):
             cache.pull(str(photos), label_from_folder="number")
-        cache.pull(str(photos), everything=True, label_from_folder="int")
+        cache.pull(str(photos), all=True, label_from_folder="int")
         assert cache.schema().classes == NAMES
 
 

@@ -99,7 +99,7 @@ def test_what_is_written_is_whole_in_every_format(tmp_path: Path, to: str, sizes
     again = cachetool.convert(tmp_path / "out", to="lmdb", out=tmp_path / "again", verify=True)
     assert (again.samples, again.digest) == (9, result.digest)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(tmp_path / "out", everything=True).samples == 9
+        assert cache.pull(tmp_path / "out", all=True).samples == 9
 
 
 def test_more_than_one_percent_is_an_error_and_leaves_no_folder(tmp_path: Path) -> None:

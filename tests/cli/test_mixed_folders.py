@@ -288,7 +288,7 @@ def test_globs_belong_to_a_source_and_another_choice_goes_into_another_dataset(r
     ran = run("pull", place, "--all", "--dataset", "val", "--exclude", "train/", "--json")
     assert ran.document["samples"] == 2
     with cachetool.open_cache(tmp_path / "cache") as cache:
-        assert cache.pull(f"{place}/train/a0*.jpg", everything=True, dataset="glob").samples == 10
+        assert cache.pull(f"{place}/train/a0*.jpg", all=True, dataset="glob").samples == 10
         with cachetool.BackgroundPull(cache, f"{place}/train/a1*.jpg", dataset="background") as background:
             assert background.url == f"{place}/train/"
 
@@ -365,7 +365,7 @@ def test_a_listing_that_starts_early_keeps_the_fields_of_its_first_part(
     arrays = {f"{number:04d}.x.npy": npy(number) for number in range(90)}
     moto.put("early-strays", {**arrays, "0000-README.md": b"x", "0030-notes.csv": b"x", "zz.csv": b"x"})
     with api.open_cache(tmp_path / "a", max_size="20MB") as cache:
-        result = cache.pull("s3://early-strays/", start_early=True, everything=True)
+        result = cache.pull("s3://early-strays/", start_early=True, all=True)
         assert (result.samples, result.pass_complete) == (90, True)
         assert {name for name, _ in result.left_out} == {"0000-README.md", "0030-notes.csv", "zz.csv"}
         assert sum(result.left_out_counts.values()) == 3
@@ -374,9 +374,9 @@ def test_a_listing_that_starts_early_keeps_the_fields_of_its_first_part(
         api.open_cache(tmp_path / "b", max_size="20MB") as cache,
         pytest.raises(cachetool.BadObject, match=r"none of the fields of those before \(x\)"),
     ):
-        cache.pull("s3://early-halves/", start_early=True, everything=True)
+        cache.pull("s3://early-halves/", start_early=True, all=True)
     with api.open_cache(tmp_path / "c", max_size="20MB") as cache:
-        result = cache.pull("s3://early-halves/", start_early=True, everything=True, exclude=["z*"])
+        result = cache.pull("s3://early-halves/", start_early=True, all=True, exclude=["z*"])
         assert (result.samples, result.left_out_counts) == (90, {"not chosen by --include and --exclude": 90})
     moto.put("early-days", {f"2024.01.{day:02d}.npy": npy(day) for day in range(1, 31)})
     with (

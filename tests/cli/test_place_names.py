@@ -69,7 +69,7 @@ def test_the_home_folder_may_be_named_by_a_tilde_in_every_option(run: Run, src: 
 def test_the_library_knows_the_home_folder_too(src: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "src").symlink_to(src)
     with cachetool.open_cache("~/c", max_size="20MB") as cache:
-        cache.pull(Path("~/src"), everything=True)
+        cache.pull(Path("~/src"), all=True)
         cache.convert(to="hdf5", out="~/out")
     cachetool.convert(Path("~/src"), to="lmdb", out=Path("~/plain"))
     monkeypatch.setenv("CACHETOOL_CACHE", "~/c")

@@ -176,23 +176,23 @@ def test_nodes_know_how_their_samples_were_placed_though_the_catalog_of_the_whol
     world: World, placement: str
 ) -> None:
     world.write(0, 20)
-    world.pull(everything=True, placement=placement)
+    world.pull(all=True, placement=placement)
     before = {node: world.samples(node) for node in "ab"}
     shutil.rmtree(world.folder / "driver")
     other = "split" if placement == "replicate" else "replicate"
     with pytest.raises(cachetool.UsageError, match=rf"is drawn with --placement {placement} into these caches"):
-        world.pull(everything=True, placement=other)
+        world.pull(all=True, placement=other)
 
     assert {node: world.samples(node) for node in "ab"} == before
-    world.pull(everything=True, placement=placement)
+    world.pull(all=True, placement=placement)
 
 
 def test_what_a_lost_cache_had_comes_in_shards_and_not_one_by_one(world: World) -> None:
     world.write(0, 60)
-    world.pull(everything=True)
+    world.pull(all=True)
     shutil.rmtree(world.folder / "b")
     before, lost = len(world.samples("a")), 60 - sum(world.samples("a"))
-    world.pull(everything=True)
+    world.pull(all=True)
     again = world.samples("a")[before:] + world.samples("b")
 
     assert sum(again) == lost
@@ -204,7 +204,7 @@ def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World)
     world.pull(samples=16)
     for number in range(0, 40, 5):
         (world.source / f"{number:03d}.x.npy").unlink()
-    result = world.pull(everything=True, refresh=True)
+    result = world.pull(all=True, refresh=True)
 
     assert result.vanished == 8
     assert result.pass_complete
@@ -220,7 +220,7 @@ def test_a_pull_that_is_refused_beside_another_leaves_the_source_as_it_was(world
             add_job(connection, "other", row["id"], holder=whole.holder.id, wanted=None, room=Room())
         world.write(20, 30)
         with pytest.raises(cachetool.UsageError, match="another pull over these nodes"):
-            world.pull(everything=True, refresh=True)
+            world.pull(all=True, refresh=True)
 
         assert whole.catalog.rows("SELECT units FROM sources")[0]["units"] == 20
 
@@ -229,7 +229,7 @@ def test_a_source_that_is_replicated_can_grow(world: World) -> None:
     world.write(0, 20)
     world.pull(samples=10, placement="replicate")
     world.write(20, 30)
-    world.pull(everything=True, placement="replicate", refresh=True)
+    world.pull(all=True, placement="replicate", refresh=True)
 
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": 30, "b": 30}
 
@@ -245,10 +245,10 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
 
     world.engine.started = fail
     with pytest.raises(cachetool.SourceError, match="it fails"):
-        world.pull(everything=True, placement="replicate")
+        world.pull(all=True, placement="replicate")
     world.engine.started = lambda run: None
 
-    assert world.pull(everything=True).samples == 20
+    assert world.pull(all=True).samples == 20
 
 
 @pytest.mark.parametrize("target", ["cachetool.cluster.node:look", "cachetool.cluster.node:attend"])
@@ -269,7 +269,7 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
 
     world.engine.started = come
 
-    assert world.pull(everything=True, max_rate="2kB").samples == 20
+    assert world.pull(all=True, max_rate="2kB").samples == 20
     assert [note for note in world.notes if "node b" in note] == [
         "node b: its folder cannot be written; the pull goes on without node b"
     ]
@@ -327,7 +327,7 @@ def pulled_with_a_rate_while_b_comes(
 
     monkeypatch.setattr(world.engine, "write", writes)
     world.engine.started = come
-    assert world.pull(everything=True, max_rate="3kB").samples == 30
+    assert world.pull(all=True, max_rate="3kB").samples == 30
     return drew
 
 
@@ -356,7 +356,7 @@ def test_a_source_that_had_grown_goes_on_though_the_catalog_of_the_whole_was_los
     world.pull(samples=10, refresh=True)
     shutil.rmtree(world.folder / "driver")
     before = {node: world.samples(node) for node in "ab"}
-    result = world.pull(everything=True)
+    result = world.pull(all=True)
 
     assert result.pass_complete
     assert sum(world.samples("a")) + sum(world.samples("b")) == 40

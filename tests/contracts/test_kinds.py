@@ -151,7 +151,7 @@ def test_all_samples_are_drawn_at_random_and_each_once(
 def test_both_verbs_bring_the_same_samples(path: Path, options: dict[str, Any], tmp_path: Path) -> None:
     made = cachetool.convert(path, to="lmdb", out=tmp_path / "out", key=False, workers=1, **options)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        cache.pull(path, everything=True, order="sequential", key=False, workers=1, **options)
+        cache.pull(path, all=True, order="sequential", key=False, workers=1, **options)
         found = cache.convert(to="hdf5", out=tmp_path / "pulled", workers=1)
     assert (made.samples, made.digest) == (found.samples, found.digest)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.api import Cache, convert, open_cache, read_sample
+from cachetool.api import Cache, open_cache, read_sample
 from cachetool.cache import Facts, Origin
 from cachetool.core.block import Block
 from cachetool.core.errors import CapacityError, CapBlocked, CorruptError, UsageError
@@ -221,7 +221,8 @@ def test_in_a_full_cache_each_way_out_that_is_named_leads_to_the_end(full: Cache
     larger, target = map(int, told.groups())
     cap = full.max_size
     if way == "raise":
-        assert convert(to=to, cache=full.root, max_size=larger).samples > 0
+        with open_cache(full.root, max_size=larger) as opened:
+            assert opened.convert(to=to).samples > 0
     else:
         assert full.evict(target).removed_shards < len(before)
         full.convert(to=to)
@@ -239,5 +240,6 @@ def test_a_cap_that_a_swap_can_never_have_is_named_with_what_it_takes_to_the_end
         full.convert(to="lmdb", wait=0)
     larger = int(str(refused.value).split(";\nraise the cap with --max-size ")[1].split(",")[0])
 
-    convert(to="lmdb", cache=full.root, max_size=larger)
+    with open_cache(full.root, max_size=larger) as opened:
+        opened.convert(to="lmdb")
     assert {shard.format for shard in full.shards()} == {"lmdb"}

@@ -61,7 +61,7 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(48):
         np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
     with cachetool.open_cache(folder / "cache", max_size="8MB") as made:
-        made.pull(folder / "source", everything=True, shard_size="100kB", workers=1)
+        made.pull(folder / "source", all=True, shard_size="100kB", workers=1)
     return folder / "cache"
 
 
@@ -378,7 +378,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in FORMATS:
         kind, _, compression = name.partition(":")
         with cachetool.open_cache(folder / name, max_size="8MB") as made:
-            made.pull(folder / "source", everything=True, to=kind, workers=1)
+            made.pull(folder / "source", all=True, to=kind, workers=1)
             if compression:
                 made.convert(to=kind, compression=compression, workers=1)
     return {name: folder / name for name in FORMATS}

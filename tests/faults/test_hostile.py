@@ -431,7 +431,7 @@ def test_a_file_that_its_writer_left_open_is_not_changed(tmp_path: Path) -> None
             open_files(path)
         with cachetool.open_cache(tmp_path / "c", max_size="8MB") as cache:
             with pytest.raises(BadObject, match=rf"{how}\.h5 is not a whole HDF5 file: its writer has it open"):
-                cache.pull(path, everything=True)
+                cache.pull(path, all=True)
             assert not cache.shards()
         assert path.read_bytes() == before
 

@@ -119,7 +119,7 @@ def test_a_pass_draws_every_sample_exactly_once_whatever_is_killed(
         assert process.wait() == 0
         with cachetool.open_cache(root) as cache:
             if grows:
-                cache.pull(str(source), everything=True, refresh=True)
+                cache.pull(str(source), all=True, refresh=True)
             assert sorted(keys(cache)) == names
             told = cache.stats().sources[0]
             assert (told["drawn"], told["skipped"], told["coverage"]) == (600, 0, 1.0)

@@ -193,7 +193,7 @@ def digest(verb: str, url: str, folder: Path, kind: str) -> str:
     if verb == "convert":
         return cachetool.convert(url, to="hdf5", out=folder / "out", shard_size=300, **options).digest
     with cachetool.open_cache(folder / "cache", max_size="20MB") as cache:
-        cache.pull(url, everything=True, order="sequential", shard_size=300, **options)
+        cache.pull(url, all=True, order="sequential", shard_size=300, **options)
         with cache.snapshot(dataset="default", peek=True) as snapshot:
             return content_digest(snapshot.shards)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool import convert
+import cachetool
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache
 from cachetool.core.errors import CacheToolError, CorruptError, UsageError
 from cachetool.core.extents import EXTENTS_FILE
@@ -462,7 +462,8 @@ def test_verify_reads_every_kind_of_field_in_every_format(mixed: Path, tmp_path:
     """Compressed shards and files outside a cache too; before a function sees the samples."""
     with Loader(mixed, batch_size=4, workers=2, verify=True) as loader:
         assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
-    convert(cache=mixed, to="zarr", compression="zstd", out=tmp_path / "out")
+    with cachetool.open_cache(mixed) as opened:
+        opened.convert(to="zarr", compression="zstd", out=tmp_path / "out")
     with Loader(tmp_path / "out", batch_size=4, workers=1, verify=True) as loader:
         assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
 

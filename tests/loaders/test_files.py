@@ -107,7 +107,8 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("no shard")
-    cachetool.convert(cache=cache.root, to="hdf5", out=tmp_path / "small")
+    with cachetool.open_cache(cache.root) as opened:
+        opened.convert(to="hdf5", out=tmp_path / "small")
     for paths, message in (
         ([], "the list of shards is empty"),
         ([lmdb, tmp_path / "gone"], f"there is nothing at {tmp_path / 'gone'}"),
@@ -138,7 +139,8 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
 
 
 def test_a_damaged_description_is_named(cache: CacheDir, tmp_path: Path) -> None:
-    cachetool.convert(cache=cache.root, to="lmdb", out=tmp_path / "out")
+    with cachetool.open_cache(cache.root) as opened:
+        opened.convert(to="lmdb", out=tmp_path / "out")
     about = tmp_path / "out" / "dataset.json"
     value = json.loads(about.read_text())
     for part in ({**value["parts"][0], "file": "../../elsewhere.lmdb"}, {"file": "part-00000.lmdb"}):

@@ -123,7 +123,7 @@ def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_nothing(tmp_path: P
         assert (result.added, result.vanished, result.vanished_examples) == (61, 2, (gone,))
         assert (cache.stats().sources[0]["units"], cache.stats().sources[0]["drawn"]) == (261, 110)
 
-        again = cache.pull(str(remote), refresh=True, everything=True)
+        again = cache.pull(str(remote), refresh=True, all=True)
         assert (again.added, again.vanished, again.pass_complete) == (0, 0, True)
         expected = {(f"{n:04d}", 0) for n in range(260)} - {(gone, 0), (changed, 0)} | {(changed, 1)}
         assert sorted(drawn(cache)) == sorted(expected)
@@ -162,13 +162,11 @@ def test_a_refresh_goes_on_where_no_object_is_left_as_it_was(change: Callable[[P
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(str(remote), samples=10)
         count = change(remote)
-        again = cache.pull(str(remote), refresh=True, everything=True)
+        again = cache.pull(str(remote), refresh=True, all=True)
         assert (again.added, again.vanished, again.samples, again.pass_complete) == (count, 30, count, True)
         count = replaced(remote)
         cache.pull(str(remote), refresh=True, samples=5)
-        assert (
-            cache.pull(str(remote), everything=True).samples == count - 5
-        )  # what is known has vanished, but for these
+        assert cache.pull(str(remote), all=True).samples == count - 5  # what is known has vanished, but for these
         assert cache.pull(str(remote), refresh=True, samples=5).reason == "source at its end"
 
 
@@ -180,7 +178,7 @@ def test_what_is_left_behind_many_that_vanished_is_drawn(tmp_path: Path) -> None
         for number in range(1, 1081):  # more than are looked at first
             (remote / f"{number:04d}.x.npy").unlink()
         assert cache.pull(str(remote), samples=5, refresh=True).vanished == 1080
-        assert cache.pull(str(remote), everything=True).samples == 15
+        assert cache.pull(str(remote), all=True).samples == 15
 
 
 def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
@@ -199,7 +197,7 @@ def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -
     rebuild(layout)
     with cachetool.open_cache(tmp_path / "cache") as cache:
         assert [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")] == before
-        cache.pull(str(remote), everything=True)
+        cache.pull(str(remote), all=True)
         assert sorted(drawn(cache)) == [(f"{n:04d}", 0) for n in range(130)]
 
 
@@ -270,7 +268,7 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         return [read_sample(cache, shard.id, at)["__key__"] for shard in shards for at in range(shard.samples)]
 
     with api.open_cache(tmp_path / "a", max_size="20MB") as cache:
-        result = cache.pull(s3, start_early=True, everything=True, seed=2)
+        result = cache.pull(s3, start_early=True, all=True, seed=2)
         assert (result.samples, result.pass_complete) == (57, True)
         assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
         row = cache.catalog.rows("SELECT units, complete, segments FROM sources")[0]
@@ -281,7 +279,7 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         first = cache.pull(s3, start_early=True, samples=9, seed=2, workers=1)
         assert first.samples == 9
         nine = keys(cache)
-        assert cache.pull(s3, everything=True).pass_complete
+        assert cache.pull(s3, all=True).pass_complete
         assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
         assert cache.catalog.rows("SELECT segments FROM sources")[0]["segments"] == row["segments"]
     with api.open_cache(tmp_path / "c", max_size="20MB") as cache:

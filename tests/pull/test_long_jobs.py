@@ -106,7 +106,7 @@ def held(cache: cachetool.Cache) -> list[str]:
 def test_a_pull_goes_on_with_new_keys_and_asks_for_each_object_once(bucket: Bucket, cache: cachetool.Cache) -> None:
     """Those looked at for the schema among them, which another process fetched."""
     bucket.at = {150: bucket.expire, 220: lambda: bucket.expire("NEWER")}
-    result = cache.pull("s3://b/d/", everything=True, workers=2, concurrency=4)
+    result = cache.pull("s3://b/d/", all=True, workers=2, concurrency=4)
 
     assert result.samples == len(held(cache)) == 300
     assert bucket.refused
@@ -119,13 +119,13 @@ def test_a_pull_whose_keys_are_not_renewed_says_so_and_keeps_all_that_came(
 ) -> None:
     bucket.at = {200: lambda: bucket.expire(write=False)}
     with pytest.raises(cachetool.AccessDenied, match=r"run out.*; renew them") as caught:
-        cache.pull("s3://b/d/", everything=True, workers=1, concurrency=4)
+        cache.pull("s3://b/d/", all=True, workers=1, concurrency=4)
 
     assert "\n" not in str(caught.value)
     assert not any(secret in str(caught.value) for secret in ("OLD", Keys.SECRET, Keys.TOKEN))
     assert len(held(cache)) == bucket.asked.total() == 199
     bucket.keys.write("NEW")
-    assert cache.pull("s3://b/d/", everything=True).samples == 300 - 199
+    assert cache.pull("s3://b/d/", all=True).samples == 300 - 199
     assert len(held(cache)) == 300
     assert cache.pull("s3://b/d/").reason == "source at its end"
 
@@ -136,7 +136,7 @@ def test_draws_that_stayed_open_between_others_are_known_without_the_catalog(buc
     root = tmp_path / "cache"
     with cachetool.open_cache(root, max_size="20MB") as cache:
         with pytest.raises(cachetool.AccessDenied):
-            cache.pull("s3://b/d/", everything=True, workers=1, concurrency=8)
+            cache.pull("s3://b/d/", all=True, workers=1, concurrency=8)
         assert cache.catalog.rows("SELECT 1 FROM claims")
     (root / "catalog.sqlite3").unlink()
     repair = ["verify", "--repair", "--cache", str(root)]
@@ -144,7 +144,7 @@ def test_draws_that_stayed_open_between_others_are_known_without_the_catalog(buc
     bucket.keys.write("NEW")
     with cachetool.open_cache(root) as cache:
         assert len(held(cache)) == 199
-        assert cache.pull("s3://b/d/", everything=True).samples == 300 - 199
+        assert cache.pull("s3://b/d/", all=True).samples == 300 - 199
         assert len(held(cache)) == 300
 
 
@@ -194,7 +194,7 @@ def test_a_pull_that_is_stopped_keeps_what_came(bucket: Bucket, tmp_path: Path) 
     with cachetool.open_cache(tmp_path / "c") as cache:
         assert len(held(cache)) == 150
         bucket.gate.set()
-        cache.pull("s3://b/d/", everything=True)
+        cache.pull("s3://b/d/", all=True)
         assert len(held(cache)) == 300
 
 
@@ -213,7 +213,7 @@ def test_a_slow_store_gives_its_first_shard_before_it_is_full(bucket: Bucket, ca
 
 
 def test_without_the_option_a_shard_closes_when_it_is_full(bucket: Bucket, cache: cachetool.Cache) -> None:
-    cache.pull("s3://b/d/", everything=True, workers=1, first_shard_after=None)
+    cache.pull("s3://b/d/", all=True, workers=1, first_shard_after=None)
     assert [shard.samples for shard in cache.shards()] == [300]
     for value in (0, "0", "none", "None", None):
         assert PullOptions(first_shard_after=value).first_shard_seconds is None

@@ -112,7 +112,7 @@ def test_passes_into_a_small_cache_bring_every_sample_and_none_twice(workers: in
         again = [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")]
         counted = {"fetched": 0, "served": 0, "began_at_moves": None}
         assert [{**row, **counted} for row in again] == [{**row, **counted} for row in rows]
-        cache.pull(str(remote), everything=True)
+        cache.pull(str(remote), all=True)
         cache.pull(str(remote), samples=40)
         assert keys(cache) == Counter(f"{n:04d}" for n in range(40))
         assert left.keys() <= keys(cache).keys()

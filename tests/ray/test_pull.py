@@ -143,7 +143,7 @@ def test_what_a_lost_node_had_is_drawn_by_the_others_and_it_is_taken_in_again_wh
     assert "lost" in [row["state"] for row in json.loads(out)["nodes"]]
     assert "node b was lost" in error
     with cachetool.open_cache(tmp_path / "{node}") as cache:
-        cache.pull(str(few), everything=True, on="ray", address=cluster.address)  # it may have come too late
+        cache.pull(str(few), all=True, on="ray", address=cluster.address)  # it may have come too late
     once(tmp_path, 400)
 
 
@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_nothing_half_done(few: Path, tmp_path: Path, cluster: Nod
             for table in ("jobs", "claims WHERE holder IS NOT NULL", "shards WHERE state <> 'ready'"):
                 assert cache.catalog.rows(f"SELECT 1 FROM {table}") == [], (name, table)
     with cachetool.open_cache(tmp_path / "{node}") as cache:
-        cache.pull(str(few), everything=True, on="ray", address=cluster.address)
+        cache.pull(str(few), all=True, on="ray", address=cluster.address)
     once(tmp_path, 400)
 
 
@@ -184,7 +184,7 @@ def test_ctrl_c_leaves_nothing_half_done(few: Path, tmp_path: Path, cluster: Nod
 def test_a_further_pass_goes_around_what_any_node_has(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     place = {"on": "ray", "address": cluster.address}
     with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
-        cache.pull(str(few), everything=True, shard_size="4kB", **place)
+        cache.pull(str(few), all=True, shard_size="4kB", **place)
         with cachetool.open_cache(tmp_path / "b", create=False) as evicted:
             evicted.evict(evicted.usage().total - 20_000)
         lacking = 400 - sum(len(keys) for keys in each(tmp_path).values())

@@ -83,8 +83,8 @@ def test_attributes_that_are_left_alone_are_named_with_the_option_that_applies_t
         (entry,) = source.skipped
     assert re.search(r"^CF attributes of t2m \(_FillValue, scale_factor, add_offset\): .*--decode cf", entry[1])
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(path, everything=True).notes == (entry[1],)
-        assert cache.pull(path, everything=True, dataset="decoded", decode="cf").left_out == ()
+        assert cache.pull(path, all=True).notes == (entry[1],)
+        assert cache.pull(path, all=True, dataset="decoded", decode="cf").left_out == ()
 
 
 @pytest.mark.parametrize("name", ["{}.h5", "{}.zarr"])
@@ -307,7 +307,7 @@ def test_the_packing_of_each_file_is_kept_with_the_listing(tmp_path: Path) -> No
     for name, scale in (("a.h5", 0.5), ("b.h5", 0.25)):
         write(tmp_path / "place" / name, {"t": (np.array([1, 2], "i2"), {"scale_factor": scale})})
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        cache.pull(tmp_path / "place", everything=True)
+        cache.pull(tmp_path / "place", all=True)
     (table,) = (tmp_path / "cache").rglob("table.json")
     scales = [layout["packing"]["t"]["scale_factor"] for layout in json.loads(table.read_text())["layouts"]]
     assert scales == [0.5, 0.25]

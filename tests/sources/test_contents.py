@@ -120,7 +120,7 @@ def zarr_zip(path: Path) -> None:
 def test_both_verbs_know_a_file_by_its_content(name: str, write: Write, tmp_path: Path) -> None:
     write(tmp_path / name)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(str(tmp_path / name), everything=True, workers=1).samples == ROWS
+        assert cache.pull(str(tmp_path / name), all=True, workers=1).samples == ROWS
         assert cache.convert(tmp_path / name, to="lmdb", out=tmp_path / "out", workers=1).samples == ROWS
 
 
@@ -219,12 +219,12 @@ def test_a_folder_of_an_unknown_extension_is_one_of_files_if_two_of_them_are(
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         for options in ({}, {"read_as": "files"}):
-            pulled = cache.pull(str(folder), everything=True, workers=1, dataset=f"d{len(options)}", **options)
+            pulled = cache.pull(str(folder), all=True, workers=1, dataset=f"d{len(options)}", **options)
             assert (pulled.samples, len(pulled.notes)) == (3 * ROWS, 1)
         converted = cache.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
         assert (converted.samples, converted.notes) == (3 * ROWS, pulled.notes)
         for option in re.findall(r"--read-as (\w+)", pulled.notes[0]):
-            assert cache.pull(str(folder), everything=True, workers=1, dataset="raw", read_as=option).samples == 3
+            assert cache.pull(str(folder), all=True, workers=1, dataset="raw", read_as=option).samples == 3
 
 
 @pytest.mark.parametrize(("ending", "write"), [("dat", npy), ("arrays", npz)])
@@ -235,14 +235,14 @@ def test_objects_taken_as_bytes_that_are_arrays_inside_get_a_note(ending: str, w
         write(folder / f"{name}.{ending}")
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        pulled = cache.pull(str(folder), everything=True, workers=1)
+        pulled = cache.pull(str(folder), all=True, workers=1)
         converted = cache.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
         assert (pulled.samples, converted.samples, converted.notes) == (3, 3, pulled.notes)
         (note,) = pulled.notes
         assert f".{ending}" in note
         (option,) = re.findall(r"--read-as (\w+)", note)
-        assert cache.pull(str(folder), everything=True, workers=1, dataset="rows", read_as=option).samples == 3 * ROWS
-        raw = cache.pull(str(folder), everything=True, workers=1, dataset="raw", read_as="objects")
+        assert cache.pull(str(folder), all=True, workers=1, dataset="rows", read_as=option).samples == 3 * ROWS
+        raw = cache.pull(str(folder), all=True, workers=1, dataset="raw", read_as="objects")
         assert (raw.samples, raw.notes) == (3, ())
 
 
@@ -299,7 +299,7 @@ def test_files_elsewhere_are_known_by_their_content(
         for number, key in enumerate(("runs/", "one.mat", "wrong.tar", "part.record", "wrong.h5")):
             url = f"s3://contents/{key}"
             count = 2 * ROWS if key == "runs/" else ROWS
-            assert cache.pull(url, everything=True, workers=1, dataset=f"d{number}").samples == count
+            assert cache.pull(url, all=True, workers=1, dataset=f"d{number}").samples == count
             assert cache.convert(url, to="lmdb", out=tmp_path / f"o{number}", workers=1).samples == count
 
 
@@ -335,7 +335,7 @@ def test_names_of_any_letters_are_taken_by_all(name: str, tmp_path: Path) -> Non
     with open_files(folder, SourceOptions(read_as="files")) as source:
         assert source.samples == ROWS
     with cachetool.open_cache(tmp_path / f"cache {name}", max_size="20MB") as cache:
-        assert cache.pull(str(folder / f"{name}.nc"), everything=True, workers=1).samples == ROWS
+        assert cache.pull(str(folder / f"{name}.nc"), all=True, workers=1).samples == ROWS
         cache.convert(to="lmdb", out=tmp_path / f"out {name}", workers=1)
     for place in (tmp_path / f"cache {name}", tmp_path / f"out {name}", tmp_path / f"out {name}" / "part-00000.lmdb"):
         with CacheDataset(place) as dataset, LMDBDataset(place) as same, Loader(place, batch_size=4) as loader:

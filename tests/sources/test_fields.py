@@ -112,7 +112,7 @@ def test_a_field_to_leave_out_that_is_not_there_is_named_with_those_that_are(pat
 
 def test_what_was_left_out_on_request_is_no_news(path: Path, tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(path, everything=True, fields=["-b"]).left_out == ()
+        assert cache.pull(path, all=True, fields=["-b"]).left_out == ()
 
 
 def test_convert_and_a_second_pull_leave_the_same_fields_out(path: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_convert_and_a_second_pull_leave_the_same_fields_out(path: Path, tmp_pat
         assert {"a", "b"} == {*file} - {"__key__", "__key__.offsets"}
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(path, samples=1, fields=["-c"], workers=1)
-        cache.pull(path, everything=True, workers=1)
+        cache.pull(path, all=True, workers=1)
         assert {*cache.schema("default").names} == {"a", "b", "__key__"}
 
 

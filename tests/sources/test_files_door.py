@@ -184,7 +184,7 @@ def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
         assert source.samples == 20
         skipped = source.skipped
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        result = cache.pull(str(folder), everything=True, workers=1)
+        result = cache.pull(str(folder), all=True, workers=1)
     assert result.samples == 20
     assert sorted(name for name, _ in result.left_out) == sorted(name for name, _ in skipped) == sorted(others)
 

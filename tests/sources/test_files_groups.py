@@ -153,16 +153,16 @@ def test_both_verbs_say_how_groups_are_read_and_the_option_that_decides_otherwis
     content = {"data": FEATURES, "mask": {"train": np.arange(4)}}
     path = write(tmp_path / f"x.{kind}", content)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        pulled = cache.pull(str(path), everything=True, workers=1)
+        pulled = cache.pull(str(path), all=True, workers=1)
         converted = cache.convert(path, to="hdf5", out=tmp_path / "out", workers=1)
         assert pulled.samples == converted.samples == 50
         assert pulled.notes == converted.notes
         assert [name for name, _ in pulled.left_out] == [name for name, _ in converted.skipped] == ["mask/train"]
         (note,) = pulled.notes
         assert "50 groups ('data/clip000' to 'data/clip049') are 50 samples" in note
-        rows = cache.pull(str(path), everything=True, workers=1, dataset="rows", read_as=advised(note, "--read-as"))
+        rows = cache.pull(str(path), all=True, workers=1, dataset="rows", read_as=advised(note, "--read-as"))
         assert (rows.samples, rows.notes) == (16, ())
-        fields = cache.pull(str(path), everything=True, workers=1, dataset="some", fields=["label"])
+        fields = cache.pull(str(path), all=True, workers=1, dataset="some", fields=["label"])
         assert (fields.samples, fields.left_out) == (50, ())
     with open_files(path, SourceOptions(fields=("feat",), rename={"label": "class"}, key=False)) as source:
         assert (source.samples, source.schema.names) == (50, ("feat",))
@@ -255,7 +255,7 @@ def test_several_files_of_groups_are_one_source_at_random_and_in_order(tmp_path:
         demos = {f"demo_{i}": {"x": np.full((3 + i + file, 2), 10 * file + i)} for i in range(5)}
         write(tmp_path / "runs" / f"{file}.h5", demos)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        result = cache.pull(str(tmp_path / "runs"), everything=True, workers=1)
+        result = cache.pull(str(tmp_path / "runs"), all=True, workers=1)
         assert (result.samples, len(result.notes)) == (10, 1)
     assert [int(sample["x"][0, 0]) for sample in samples(tmp_path / "runs")] == [*range(5), *range(10, 15)]
 
@@ -298,5 +298,5 @@ def test_groups_of_a_file_elsewhere_are_samples_too(kind: str, tmp_path: Path) -
         cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache,
     ):
         url = f"{server.url}/x.{kind}"
-        assert cache.pull(url, everything=True, workers=1).samples == 12
+        assert cache.pull(url, all=True, workers=1).samples == 12
         assert sorted(int(sample["y"]) for sample in samples(url)) == [*range(12)]

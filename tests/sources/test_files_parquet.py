@@ -336,7 +336,7 @@ def test_a_pull_skips_the_row_with_a_null_alone_and_a_strict_one_says_both_ways_
     assert advised is not None
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        result = cache.pull(path, everything=True, on_error="skip")
+        result = cache.pull(path, all=True, on_error="skip")
     assert (result.samples, result.skipped) == (3, 1)
     assert [skip["key"] for skip in result.skipped_examples] == ["t.parquet#1"]
     assert {int(sample["a"]) for sample in pulled(path, tmp_path / "strict", fields=[advised[1]]).values()} == {
@@ -382,7 +382,7 @@ def test_a_column_without_any_value_is_left_out_and_named(tmp_path: Path) -> Non
     path = write(tmp_path / "t.parquet", {"a": [1, 2, 3], "b": pyarrow.array([None] * 3, pyarrow.float64())})
     assert left_out(path) == {"b": "all of its values are null"}
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(path, everything=True).left_out == (("b", "all of its values are null"),)
+        assert cache.pull(path, all=True).left_out == (("b", "all of its values are null"),)
 
 
 def test_a_column_without_any_value_in_one_file_of_several_says_how_to_go_on(tmp_path: Path) -> None:

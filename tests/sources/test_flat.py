@@ -151,7 +151,7 @@ def test_fields_of_rows_that_are_only_called_so_stay_fields(write: Write, tmp_pa
 def test_a_pull_of_flat_values_names_the_offsets_and_gives_ragged_batches(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path / "flat", {"values": VALUES, "offsets": OFFSETS})
     with cachetool.open_cache(tmp_path / "cache", max_size="50MB") as cache:
-        result = cache.pull(str(path), everything=True)
+        result = cache.pull(str(path), all=True)
     assert result.samples == len(LENGTHS)
     assert dict(result.left_out)["offsets"].startswith("it says where each sample of 'values' begins")
     with Loader(tmp_path / "cache", batch_size=4, workers=0) as loader:

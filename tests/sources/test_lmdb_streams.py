@@ -84,12 +84,12 @@ def test_entries_that_share_a_number_or_a_name_are_fields_of_one_sample(
         key = sample.pop("__key__").encode()
         assert all(key in value for value in sample.values())
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        pulled = cache.pull(str(path), everything=True, workers=1)
+        pulled = cache.pull(str(path), all=True, workers=1)
         converted = cache.convert(path, to="lmdb", out=tmp_path / "out", workers=1)
         assert (pulled.samples, pulled.notes) == (len(taken), converted.notes)
         (note,) = pulled.notes
         (option,) = advised(note, "--read-as")
-        rows = cache.pull(str(path), everything=True, workers=1, dataset="rows", read_as=option)
+        rows = cache.pull(str(path), all=True, workers=1, dataset="rows", read_as=option)
         assert rows.samples == len(fields) * len(taken)
 
 

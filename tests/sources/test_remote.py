@@ -504,7 +504,7 @@ def test_a_pull_of_rows_takes_as_many_as_asked_and_then_the_rest_once(
     with cachetool.open_cache(tmp_path / "cache", max_size="200MB") as cache:
         first = cache.pull(url, samples=31, workers=2, shard_size=8 * 512)
         assert (first.samples, sum(shard.samples for shard in cache.shards("default"))) == (31, 31)
-        rest = cache.pull(url, everything=True, workers=2, shard_size=20 * 512)
+        rest = cache.pull(url, all=True, workers=2, shard_size=20 * 512)
         shards = cache.shards("default")
 
     assert rest.pass_complete
@@ -542,7 +542,7 @@ def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, se
         (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10 + part % 2)))
     with cachetool.open_cache(tmp_path / "cache", max_size="200MB") as cache:
         first = cache.pull(server.url, samples=15, workers=2, shard_size=2000)
-        rest = cache.pull(server.url, everything=True, workers=2, shard_size=2000)
+        rest = cache.pull(server.url, all=True, workers=2, shard_size=2000)
         found = [key for shard in cache.shards("default") for key in shard_keys(shard.path, shard.schema)]
 
     assert first.samples in (20, 21, 22)

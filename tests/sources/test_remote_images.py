@@ -138,8 +138,8 @@ def test_images_can_be_made_one_size_and_pulled(tmp_path: Path, server: Http, wr
     name = write(tmp_path / "place", SEVERAL)  # type: ignore[operator]
     field = "value" if name == "x.lmdb" else "image"
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        result = cache.pull(f"{server.url}/{name}", everything=True, decode="image", resize="4x8", shard_size="2kB")
-        again = cache.pull(f"{server.url}/{name}", everything=True)
+        result = cache.pull(f"{server.url}/{name}", all=True, decode="image", resize="4x8", shard_size="2kB")
+        again = cache.pull(f"{server.url}/{name}", all=True)
         assert cache.schema()[field].shape == (4, 8, 3)
     assert (result.samples, again.samples) == (COUNT, 0)
     assert result.shards > 1 or name == "x.lmdb"

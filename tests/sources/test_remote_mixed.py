@@ -45,7 +45,7 @@ def pulled(url: Path, cache: Path, **options: Any) -> dict[str, dict[str, Any]]:
     """All samples, by key, as they lie in the shards."""
     found: dict[str, dict[str, Any]] = {}
     with cachetool.open_cache(cache, max_size="200MB") as opened:
-        opened.pull(str(url), everything=True, workers=1, **options)
+        opened.pull(str(url), all=True, workers=1, **options)
         for shard in opened.shards("default"):
             with open_shard(shard.path, get_format("lmdb"), shard.schema) as reader:
                 block = reader.read(0, reader.samples)

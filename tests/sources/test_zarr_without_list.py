@@ -127,7 +127,7 @@ def test_it_is_pulled_and_converted(place: str, tmp_path: Path, version: int) ->
     name = group(tmp_path / "place", version)
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        assert cache.pull(f"{place}/{name}", everything=True).samples == 10
+        assert cache.pull(f"{place}/{name}", all=True).samples == 10
         with Loader(cache, batch_size=10, shuffle=False, workers=0) as loader:
             [batch] = list(loader)
     assert sorted(batch["deep/times"].tolist()) == TIMES.tolist()

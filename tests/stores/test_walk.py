@@ -172,7 +172,7 @@ def test_arrays_whose_names_begin_with_a_dot_are_pulled(version: int, place: Pat
         direct = sorted(source.schema.names)
 
     with cachetool.open_cache(tmp_path / "c", max_size=20e6) as cache:
-        cache.pull(url, everything=True, key=False, workers=1)
+        cache.pull(url, all=True, key=False, workers=1)
         with Loader(cache, batch_size=6, shuffle=False, workers=0) as loader:
             [batch] = list(loader)
 

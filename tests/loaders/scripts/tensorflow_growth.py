@@ -74,7 +74,8 @@ def dtypes(root: Path, out: dict[str, Any]) -> None:
         spec = make_dataset(cache, batch_size=4, drop_remainder=True).element_spec
         out["fixed spec"] = [str(spec["array int16"].dtype.name), list(spec["array int16"].shape)]
         out["ragged spec"] = [spec["cube"].ragged_rank, spec["cube"].dtype.name]
-        cachetool.convert(cache=cache.root, to="tfrecord", out=root / "files")
+        with cachetool.open_cache(cache.root) as opened:
+            opened.convert(to="tfrecord", out=root / "files")
         folder = [plain(b["cube"]) for b in make_dataset(root / "files", batch_size=4)]
         out["folder"] = folder == [plain(b["cube"]) for b in make_dataset(cache, batch_size=4)]
         chosen = next(iter(make_dataset(cache, batch_size=4, fields=["words", "deep"])))
@@ -307,14 +308,16 @@ def errors(root: Path, out: dict[str, Any]) -> None:
         out["unknown dataset"] = refused(lambda: make_dataset(cache, batch_size=2, dataset="no"))
         put(cache, range(5, 10), format="hdf5")
         out["other format"] = refused(lambda: make_dataset(cache, batch_size=2))
-        cachetool.convert(cache=cache.root, to="lmdb", out=root / "in lmdb")
+        with cachetool.open_cache(cache.root) as opened:
+            opened.convert(to="lmdb", out=root / "in lmdb")
         out["other folder"] = refused(lambda: make_dataset(root / "in lmdb", batch_size=2))
         out["other format later"] = refused(lambda: list(dataset))
         out["left by errors"] = len(leases(cache))
     with open_cache(root / "emptied", max_size="20MB") as cache:
         put(cache, range(5), format="tfrecord")
         datasets = [make_dataset(cache, batch_size=2, repeat=repeat) for repeat in (False, True)]
-        cachetool.convert(cache=cache.root, to="tfrecord", out=root / "samples")
+        with cachetool.open_cache(cache.root) as opened:
+            opened.convert(to="tfrecord", out=root / "samples")
         cache.evict(cache.usage().total - cache.shards()[0].bytes)
         out["emptied"] = [refused(functools.partial(list, dataset)) for dataset in datasets]
 

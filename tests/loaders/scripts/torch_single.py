@@ -156,7 +156,8 @@ def files(cache: CacheDir, out: dict[str, Any]) -> None:
             int(dataset[i]["number"]) for i in EpochSampler(dataset, rank=0, world_size=1)
         ) == list(range(20))
     folder = cache.root.parent / "files"
-    cachetool.convert(cache=cache.root, to="lmdb", out=folder, dataset="default", shard_size=2000)
+    with cachetool.open_cache(cache.root) as opened:
+        opened.convert(to="lmdb", out=folder, dataset="default", shard_size=2000)
     for kind in (CacheDataset, LMDBDataset):
         with kind(folder) as dataset, CacheDataset(cache, dataset="default") as same:
             sampler = EpochSampler(dataset, shuffle=False, rank=0, world_size=1)
