@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +10,10 @@ import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output
-from cachetool.core.errors import CacheToolError, from_json
 from cachetool.core.options import Workers
 from cachetool.proc.disk import parse_location
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.task import Message, Task
 
 __all__ = ["bench"]
 
@@ -54,29 +51,19 @@ def bench(
     place, where = _place(data, cache, None if folder is None else folder.expanduser())
     chosen = {"dataset": dataset, "workers": workers, "seconds": seconds}
     options = {"data": data, "cache": place, "folder": str(where), **chosen}
-    command = [sys.executable, "-m", "cachetool.bench", json.dumps(options)]
     rows: list[list[Any]] = []
     said: dict[str, Any] = {}
-    # A process of its own, as a training script is one: what this one has loaded and does is not measured.
-    quiet_tensorflow = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with (
-        tempfile.TemporaryFile("w+") as words,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=quiet_tensorflow) as child,
-    ):
-        assert child.stdout is not None
-        for line in child.stdout:
-            message = json.loads(line)
-            if "row" in message:
-                rows.append(message["row"])
-                what, how, number, unit = message["row"]
-                out.note(f"{what}: {how}: {number:,} {unit}")
-            said |= message
-        if "error" in said:
-            raise from_json(said["error"])
-        if child.wait():
-            words.seek(0)
-            last = (words.read().strip().splitlines() or ["it said nothing"])[-1]
-            raise CacheToolError(f"the measuring process ended with {child.returncode}: {last}")
+
+    def hear(_: int, message: Message) -> None:
+        if "row" in message:
+            rows.append(message["row"])
+            what, how, number, unit = message["row"]
+            out.note(f"{what}: {how}: {number:,} {unit}")
+        said.update(message)
+
+    # A process of its own, as a training script is one, with its environment: what this one has loaded and does is not
+    # measured.
+    LocalEngine(quiet=True, env=os.environ).run([Task("cachetool.bench.measure:run", options)], hear)
     if as_json:
         names = ("what", "how", "number", "unit")
         document = {"samples": said["note"], "advice": said["advice"]}

@@ -5,6 +5,7 @@
     stdin    {"target": "cachetool.pull.worker:draw", "arguments": {...}, "starter": pid, "stay": false}
     stdout   {"message": {...}} ...                                   then {"result": {...}} or {"error": ...}
              {"ask": {...}, "number": n}     and on stdin {"answer": {...}, "number": n}, before the task goes on
+             {"ask": {...}, "number": n, "blocks": [size, ...]}       and so many bytes behind it
 
 After a task that says ``stay`` another one may come; it begins with all that is imported. When stdin ends, at SIGTERM,
 or when the starter is not the parent any more, the work is to stop: :class:`Interrupted` is raised in the main thread,
@@ -13,24 +14,28 @@ so that ``with`` blocks give back what they hold. Anything that a library prints
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-import json
 import os
-import select
 import signal
+import sys
 import threading
 import time
 import traceback
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from cachetool.core.errors import CacheToolError, Interrupted, from_json, to_json
 from cachetool.proc.disk import known_error
-from cachetool.proc.streams import keep_standard_streams
-from cachetool.proc.task import Message
+from cachetool.proc.lines import own_streams, ready, write_line
+from cachetool.proc.task import Message, named
 
-__all__ = ["bug", "main"]
+__all__ = ["end_with", "main", "outcome_of"]
 
+_PDEATHSIG = 1  # linux/prctl.h
+_GONE = signal.SIGQUIT
+"""Says that the starter is gone. Its number is also how many seconds are left then."""
 _WATCH = 0.5
 """Seconds until a child notices at the latest that its starter is gone."""
 AGAIN = 30.0
@@ -38,26 +43,48 @@ AGAIN = 30.0
 :class:`Interrupted`, such as a finaliser that ran just then."""
 
 
-class _Pipe:
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+def end_with(starter: int, *, gives_back: bool) -> None:
+    """Have the kernel end this process when the process ``starter`` is gone; see :func:`cachetool.proc.parent.begin`.
+
+    A thread that watches would need the GIL, which a library that computes may keep for minutes.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if gives_back:
+        # The handler is the C function alarm() itself, which takes the number of the signal for seconds and then
+        # kills: no Python is needed for that. Python's own watching stops the work meanwhile, where it gets to run.
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(_GONE, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    libc.prctl(_PDEATHSIG, _GONE if gives_back else signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != starter:
+        os._exit(0)  # it was gone before
+
+
+class _Starter:
+    """The line to whoever started this process, read by a thread that also sees to it that it is still there."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._lines, self._out = own_streams()
         self._lock = threading.Lock()
         self._asked, self._ended = 0, False
         self._answers: SimpleQueue[Message] = SimpleQueue()
+        self.tasks: SimpleQueue[Message | None] = SimpleQueue()
+        """Those that came; None when there will be no more."""
 
-    def put(self, value: Message) -> None:
-        data = memoryview(json.dumps(value).encode() + b"\n")
+    def put(self, value: Message, *blocks: Any) -> None:
         with self._lock:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            write_line(self._out, value, *blocks)
 
     def send(self, message: Message) -> None:
         self.put({"message": message})
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: Message, *blocks: Any) -> Message:
         """Wait for an answer; in one thread at a time. Raises :class:`Interrupted` when nobody can give one."""
         self._asked += 1
-        self.put({"ask": message, "number": self._asked})
+        sizes = {"blocks": [len(block) for block in blocks]} if blocks else {}
+        self.put({"ask": message, "number": self._asked, **sizes}, *blocks)
         while not self._ended:
             answer = self._answers.get()
             if answer.get("number") == self._asked:  # not one that came after a signal had ended the waiting for it
@@ -67,10 +94,27 @@ class _Pipe:
                 return value
         raise Interrupted("stopped")
 
-    def answer(self, value: Message | None) -> None:
-        """Hand an answer to whoever waits; None says that there will be no more."""
-        self._ended = self._ended or value is None
-        self._answers.put(value or {})
+    def watch(self) -> None:
+        """Wait for tasks and answers, and for the end of stdin or of the starter: one does not imply the other where
+        processes were forked."""
+        try:
+            while not self._lines.ended and self._pid in (0, os.getppid()):
+                if ready(_WATCH, self._lines.fd):
+                    self._lines.receive()
+                for value in self._lines:
+                    if "answer" in value:
+                        self._answers.put(value)
+                        continue
+                    self._pid = value["starter"]
+                    self.tasks.put(value)
+        except MemoryError:  # the main thread would wait for ever
+            os._exit(1)
+        self._ended = True
+        self._answers.put({})
+        self.tasks.put(None)  # first: the signal is ignored while an outcome is written
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(AGAIN + 0.1)
 
 
 def main(starter: int = 0, imports: str = "") -> None:
@@ -78,16 +122,12 @@ def main(starter: int = 0, imports: str = "") -> None:
 
     ``starter`` is its pid, where it is known before the first task, and ``imports`` a module to load meanwhile.
     """
-    keep_standard_streams()
-    out = os.dup(1)
-    os.dup2(2, 1)
-    pipe = _Pipe(out)
+    line = _Starter(starter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
-    tasks = _Tasks(starter, pipe)
     try:
-        threading.Thread(target=tasks.watch, daemon=True).start()
+        threading.Thread(target=line.watch, daemon=True).start()
     except RuntimeError as error:
-        pipe.put(to_json(known_error(error) or bug(error)))
+        line.put(outcome_of(error))
         os._exit(0)
     if imports:
         importlib.import_module(imports)
@@ -96,80 +136,39 @@ def main(starter: int = 0, imports: str = "") -> None:
         stay = False
         try:
             signal.signal(signal.SIGTERM, _Interrupt())
-            task = tasks.next()
+            task = line.tasks.get()
             if task is None:
                 break
             stay = task.get("stay", False)
-            outcome = {"result": _call(task, pipe)}
-        except CacheToolError as error:
-            outcome = to_json(known_error(error) or error)
-        except MemoryError:
-            outcome = to_json(
-                CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size")
-            )
+            outcome = {"result": named(task["target"])(line, **task["arguments"])}
         except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
-            if os.environ.get("CACHETOOL_DEBUG"):
-                traceback.print_exc()
-            outcome = to_json(known_error(error) or bug(error))
+            outcome = outcome_of(error)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            pipe.put(outcome)
+            line.put(outcome)
         except BrokenPipeError:
             os._exit(1)  # nobody listens any more
     os._exit(0)  # no thread of a library may keep the process, or crash it on its way out
 
 
-def bug(error: Exception) -> CacheToolError:
-    """What a user sees of a bug: two lines, the place of it among them."""
+def outcome_of(error: BaseException) -> Message:
+    """What the starter gets of an error: in its JSON form one of ours, or two lines on a bug, the place of it among
+    them."""
+    if isinstance(error, MemoryError):
+        error = CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size")
+    ours = known_error(error) or error
+    if isinstance(ours, CacheToolError):
+        return to_json(ours)
+    if os.environ.get("CACHETOOL_DEBUG"):
+        traceback.print_exception(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     what = " ".join(str(error).split())
-    return CacheToolError(
-        f"a bug in a worker: {type(error).__name__}: {what} ({os.path.basename(frame.filename)} line {frame.lineno})\n"
-        "CACHETOOL_DEBUG=1 shows where it happened"
+    return to_json(
+        CacheToolError(
+            f"a bug in a worker: {type(error).__name__}: {what} ({os.path.basename(frame.filename)} line"
+            f" {frame.lineno})\nCACHETOOL_DEBUG=1 shows where it happened"
+        )
     )
-
-
-def _call(task: Message, pipe: _Pipe) -> Message:
-    module, _, name = task["target"].partition(":")
-    if not module.startswith("cachetool."):
-        raise CacheToolError(f"not a task of cachetool: {task['target']}")
-    result: Message = getattr(importlib.import_module(module), name)(pipe, **task["arguments"])
-    return result
-
-
-class _Tasks:
-    """What comes in on stdin, taken by the main thread while another watches."""
-
-    def __init__(self, starter: int, pipe: _Pipe) -> None:
-        self._starter, self._pipe = starter, pipe
-        self._queue: SimpleQueue[Message | None] = SimpleQueue()
-
-    def next(self) -> Message | None:
-        """The next task; None when there will be none."""
-        return self._queue.get()
-
-    def watch(self) -> None:
-        """Wait for tasks, and for the end of stdin or of the starter: one does not imply the other where processes
-        were forked."""
-        partial = b""
-        while not self._starter or os.getppid() == self._starter:
-            if not select.select([0], [], [], _WATCH)[0]:
-                continue
-            if not (data := os.read(0, 2**16)):
-                break
-            *lines, partial = (partial + data).split(b"\n")
-            for line in lines:
-                task = json.loads(line)
-                if "answer" in task:
-                    self._pipe.answer(task)
-                    continue
-                self._starter = task["starter"]
-                self._queue.put(task)
-        self._pipe.answer(None)
-        self._queue.put(None)  # first: the signal is ignored while an outcome is written
-        while True:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(AGAIN + 0.1)
 
 
 class _Interrupt:

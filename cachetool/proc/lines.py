@@ -1,67 +1,130 @@
-"""Lines of JSON, and errors as such lines, over pipes between the training process and its feeders.
+"""Values of JSON over pipes, a line each, with bytes behind a line that announces some; and errors as such values.
 
-An error on its way from a feeder to the training process is text: what happened, and where.
+All processes of ours talk so. An error on its way from a feeder to the training process is text: what happened, and
+where.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cachetool.core.errors import CacheToolError, UsageError, from_json, to_json
 
-__all__ = ["FeederTraceback", "Lines", "TransformError", "closed", "described", "rebuilt", "shared", "write_line"]
+__all__ = [
+    "FeederTraceback",
+    "Lines",
+    "TransformError",
+    "closed",
+    "described",
+    "keep_standard_streams",
+    "own_streams",
+    "ready",
+    "rebuilt",
+    "shared",
+    "write_line",
+]
+
+
+def ready(seconds: float | None, *fds: int) -> set[int]:
+    """Which of these have something to read, or have ended: waited for, but no longer than ``seconds``. Their numbers
+    may be any: select ends at 1,024."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if seconds is None else 1000 * seconds)}
 
 
 class Lines:
-    """Lines out of a pipe, however they are cut on their way."""
+    """Values out of a pipe, however their lines are cut on their way."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._buffer = b""
-        self.ended = False
+    def __init__(self, fd: int, *, most: int = sys.maxsize) -> None:
+        """``most``: bytes of a line, where a hostile file may command the other side."""
+        self.fd, self.ended = fd, False
+        self._most = most
+        self._buffer = bytearray()
+        self._searched = 0
 
     def receive(self) -> None:
         """Read what is there, waiting for at least something."""
-        data = os.read(self.fd, 1 << 20)
+        data = os.read(self.fd, 2**16)
         self.ended = not data
         self._buffer += data
 
-    def next(self) -> bytes | None:
-        """A line that has come whole; None when there is none."""
-        line, newline, remaining = self._buffer.partition(b"\n")
-        if not newline:
+    def next(self) -> Any:
+        """The value of a line that has come whole; None when there is none. Raises ``ValueError`` for what is none."""
+        end = self._buffer.find(b"\n", self._searched)
+        if end < 0:
+            self._searched = len(self._buffer)
+            if self._searched > self._most:
+                raise ValueError("a line without an end")
             return None
-        self._buffer = remaining
-        return line
+        line = self._buffer[:end]
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return json.loads(line)
 
-    def read_line(self) -> bytes:
-        """The next line, waited for."""
-        while (line := self.next()) is None:
-            self._more()
-        return line
+    def __iter__(self) -> Iterator[Any]:
+        """The values that have come whole."""
+        return iter(self.next, None)
 
-    def exactly(self, count: int) -> bytes:
-        """So many bytes, waited for."""
-        while len(self._buffer) < count:
-            self._more()
-        data, self._buffer = self._buffer[:count], self._buffer[count:]
-        return data
+    def wait(self) -> Any:
+        """The next value, waited for; None at the end."""
+        while (value := self.next()) is None and not self.ended:
+            self.receive()
+        return value
 
-    def _more(self) -> None:
-        self.receive()
-        if self.ended:
-            os._exit(0)
+    def fill(self, view: memoryview, seconds: float | None = None) -> None:
+        """Fill ``view`` with the bytes that come next. Raises ``EOFError`` where they end before, and ``TimeoutError``
+        where none comes for so long."""
+        done = min(len(view), len(self._buffer))
+        view[:done] = self._buffer[:done]
+        del self._buffer[:done]
+        while done < len(view):
+            if not ready(seconds, self.fd):
+                raise TimeoutError
+            if not (count := os.readv(self.fd, [view[done:]])):
+                raise EOFError
+            done += count
 
 
-def write_line(fd: int, value: Any) -> None:
-    """Write a value as a line of JSON, all of it."""
-    data = memoryview(json.dumps(value).encode() + b"\n")
-    while data:
-        data = data[os.write(fd, data) :]
+def write_line(fd: int, value: Any, *blocks: Any) -> None:
+    """Write a value as a line of JSON, and behind it ``blocks`` of bytes, all of them."""
+    for data in (json.dumps(value).encode() + b"\n", *blocks):
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+
+
+def keep_standard_streams() -> None:
+    """Open the standard streams that are closed on ``/dev/null``, for this process and those it starts: whoever starts
+    daemons closes them.
+
+    Else the next descriptor takes the number, that of a shard or of a pipe, and what a library says there is in it.
+    SQLite does the same, but children of its process do not get what it opens: they call this too.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free, which is this one, as those below it are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def own_streams() -> tuple[Lines, int]:
+    """The standard input and output of this process, out of reach of libraries and of programs that these start: they
+    find nothing to read, and what they print goes to stderr."""
+    keep_standard_streams()
+    lines, out = Lines(os.dup(0)), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return lines, out
 
 
 _MOST = 500

@@ -6,13 +6,25 @@ messages and its result are JSON values.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Asking", "Channel", "Engine", "Message", "Task"]
+from cachetool.core.errors import CacheToolError
+
+__all__ = ["Asking", "Channel", "Engine", "Message", "Task", "named"]
 
 Message = dict[str, Any]
+
+
+def named(target: str) -> Callable[..., Any]:
+    """The function or class ``module:name`` of this package, which is imported now."""
+    module, _, name = target.partition(":")
+    if not module.startswith("cachetool."):
+        raise CacheToolError(f"not a part of cachetool: {target}")
+    called: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return called
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +48,9 @@ class Channel(Protocol):
 class Asking(Channel, Protocol):
     """The line of a task whose starter answers questions, as :class:`cachetool.cluster.engine.RayEngine` does."""
 
-    def ask(self, message: Message) -> Message:
-        """Wait for the answer to ``message``; raises the error that it may be."""
+    def ask(self, message: Message, *blocks: Any) -> Message:
+        """Wait for the answer to ``message``, which has ``blocks`` of bytes with it; raises the error that it may
+        be."""
         ...
 
 

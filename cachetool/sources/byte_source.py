@@ -9,15 +9,15 @@ no way to the store: the guarded one, which a hostile file may command.
     sampler                                               guarded process
     StoreRanges: whole blocks of 64 KiB, kept,
        larger parts as they are asked for
-    RangeServer <- Unix socket in a private folder ->     ServedRanges (one connection)
+    RangeServer <- pair of sockets ------------------>    ServedRanges
                                                              SourceFile (what h5py reads)
 
-The other side can ask for bytes of the files it was opened for, and nothing else. What the store raised is kept and
-raised again here, so that an unreachable store is not taken for a damaged file::
+The other side can ask for bytes of the files it was opened for, and nothing else. What the store raises is raised by
+whoever waits for a block, so that an unreachable store is not taken for a damaged file::
 
-    asked    {"spec": true} | {"part": [file, start, length]} | {"object": key} | {"open": file}
-             {"size": key} | {"part_of": [key, start, length]} | {"facts": {...}}                 a line of JSON
-    answer   i64 bytes (-1: there is none, -2: it failed), then the bytes; for "open" a 0 with a descriptor
+    asked    ["part", file, start, length] | ["object", key] | ["size", key] | ["part_of", key, start, length]
+             ["open", file] | ["facts", {...}]                                                  a line of JSON
+    answer   {"bytes": n} and these | a size | null, for "open" with a descriptor              a line of JSON
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import io
 import json
 import os
 import socket
-import struct
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
@@ -38,7 +36,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from cachetool.core.errors import CacheToolError
 from cachetool.core.schema import Schema
-from cachetool.proc.scratch import scratch
+from cachetool.proc.lines import Lines, write_line
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.listing import Listing
 from cachetool.stores import Object, Store
@@ -64,10 +62,14 @@ KEPT = 64 * 2**20
 """Bytes of blocks and of small objects that are kept."""
 _SMALL = 2**20
 """An object up to this size is kept: it may hold values of many samples."""
-_HEAD = struct.Struct("<q")
-_LONG = 60
-_ABSENT, _FAILED = -1, -2
 _MAX_REQUEST = 2**27
+SILENCE = 900.0
+"""Seconds until a process that says nothing, or does not take what it has asked for, is given up, however slow the
+disk."""
+_CALLS: dict[str, tuple[type, ...]] = {
+    "part": (int, int, int), "part_of": (str, int, int), "object": (str,), "size": (str,)
+}  # fmt: skip
+"""Methods of :class:`Ranges` that the guarded process may call, and with what."""
 
 
 class Ranges(Protocol):
@@ -216,138 +218,105 @@ class MemoryRanges:
 
 
 class RangeServer:
-    """Serves ``ranges`` to one child after another, until it is closed."""
+    """Serves ``ranges`` to one process after another."""
 
-    def __init__(self, ranges: StoreRanges, spec: Mapping[str, Any]) -> None:
-        """``spec`` is told to the child."""
-        self.ranges, self._spec = ranges, dict(spec)
+    asked: Lines
+    """What the process asks for, once there is one."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._socket: socket.socket | None = None
         self.facts: list[dict[str, Any]] = []
-        """What the child told."""
-        self.failure: CacheToolError | None = None
-        """What the store raised last."""
+        """What was told."""
         self.opened: int | None = None
-        """The file of this machine that the child has opened last, and reads by itself."""
-        # The name of a socket has room for about 100 bytes.
-        place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONG else "/tmp"
-        self._folder = contextlib.ExitStack()
-        self.path = self._folder.enter_context(scratch(Path(place), "cachetool-ranges-")) / "ranges"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(os.fspath(self.path))
-        self._listener.listen()
-        threading.Thread(target=self._accept, name="ranges", daemon=True).start()
+        """The file of this machine that was opened last, and is read by the process itself."""
+
+    def connected(self) -> socket.socket:
+        """The other end of a new connection, which is for a process."""
+        self.close()
+        self._socket, other = socket.socketpair()
+        self._socket.settimeout(SILENCE)
+        self.asked = Lines(self._socket.fileno(), most=_MAX_REQUEST)
+        return other
 
     def close(self) -> None:
-        """Take no more connections. May be called twice."""
-        with contextlib.suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._folder.close()
+        """End the connection. May be called twice."""
+        if self._socket is not None:
+            self._socket.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="range", daemon=True).start()
+    def serve(self) -> None:
+        """Answer what has come. Raises what the store does, and ``TimeoutError`` where nobody takes an answer."""
+        self.asked.receive()
+        for name, *arguments in self.asked:
+            with contextlib.suppress(ConnectionError):  # the process has ended, which its other pipe tells
+                self._answer(str(name), arguments)
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as asked, contextlib.suppress(OSError):
-            while line := asked.readline(_MAX_REQUEST):
-                try:
-                    request = json.loads(line)
-                    if "open" in request:
-                        self._hand_over(connection, int(request["open"]))
-                        continue
-                    body = self._answer(request)
-                except CacheToolError as error:
-                    self.failure = error
-                    connection.sendall(_HEAD.pack(_FAILED))
-                except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-                    connection.sendall(_HEAD.pack(_FAILED))
-                else:
-                    connection.sendall(_HEAD.pack(_ABSENT if body is None else len(body)))
-                    if body:
-                        connection.sendall(body)
-
-    def _hand_over(self, connection: socket.socket, number: int) -> None:
-        file = self.ranges.opened(number)
-        if file is None:
-            connection.sendall(_HEAD.pack(_ABSENT))
-            return
-        with file:
-            self.opened = number
-            socket.send_fds(connection, [_HEAD.pack(0)], [file.fileno()])
-
-    def _answer(self, asked: Mapping[str, Any]) -> memoryview | bytes | None:
-        if "spec" in asked:
-            return json.dumps(self._spec).encode()
-        if "facts" in asked:
-            self.facts.append(dict(asked["facts"]))
-            return b""
-        if "object" in asked:
-            return self.ranges.object(str(asked["object"]))
-        if "size" in asked:
-            size = self.ranges.size(str(asked["size"]))
-            return None if size is None else _HEAD.pack(size)
-        if "part_of" in asked:
-            key, start, length = asked["part_of"]
-            return self.ranges.part_of(str(key), int(start), int(length))
-        number, start, length = (int(value) for value in asked["part"])
-        return self.ranges.part(number, start, length)
+    def _answer(self, name: str, arguments: list[Any]) -> None:
+        assert self._socket is not None
+        body: memoryview | bytes = b""
+        value: Any = None
+        if name == "open":
+            number = int(arguments[0])
+            if (file := self._ranges.opened(number)) is not None:
+                with file:
+                    self.opened = number
+                    socket.send_fds(self._socket, [b"null\n"], [file.fileno()])
+                    return
+        elif name == "facts":
+            self.facts.append(dict(arguments[0]))
+        else:
+            kinds = _CALLS[name]
+            value = getattr(self._ranges, name)(*(kind(of) for kind, of in zip(kinds, arguments, strict=True)))
+            if name != "size" and value is not None:
+                body, value = value, {"bytes": len(value)}
+        self._socket.sendall(json.dumps(value).encode() + b"\n")
+        self._socket.sendall(body)
 
 
 class ServedRanges:
     """What a :class:`RangeServer` serves, in the guarded process."""
 
-    def __init__(self, path: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.fspath(path))
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
         self._answers = self._socket.makefile("rb")
         self._lock = threading.Lock()
-        self.spec: dict[str, Any] = json.loads(self._ask({"spec": True}) or b"null")
 
     def part(self, number: int, start: int, length: int) -> bytes:
         """See :class:`Ranges`."""
-        return self._ask({"part": [number, start, length]}) or b""
+        part: bytes = self._ask("part", number, start, length)
+        return part
 
     def object(self, key: str) -> bytes | None:
         """See :class:`Ranges`."""
-        return self._ask({"object": key})
+        body: bytes | None = self._ask("object", key)
+        return body
 
     def size(self, key: str) -> int | None:
         """See :class:`Ranges`."""
-        answer = self._ask({"size": key})
-        return None if answer is None else int(_HEAD.unpack(answer)[0])
+        size: int | None = self._ask("size", key)
+        return size
 
     def part_of(self, key: str, start: int, length: int) -> bytes | None:
         """See :class:`Ranges`."""
-        return self._ask({"part_of": [key, start, length]})
+        part: bytes | None = self._ask("part_of", key, start, length)
+        return part
 
     def opened(self, number: int) -> BinaryIO | None:
         """See :class:`Ranges`."""
         with self._lock:
-            self._socket.sendall(json.dumps({"open": number}).encode() + b"\n")
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
-        if descriptors:
-            return os.fdopen(descriptors[0], "rb", BLOCK)
-        if _HEAD.unpack(head)[0] != _ABSENT:
-            raise OSError("it could not be opened")
-        return None
+            write_line(self._socket.fileno(), ["open", number])
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 100, 1)
+        return os.fdopen(descriptors[0], "rb", BLOCK) if descriptors else None
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Say something about the next file."""
-        self._ask({"facts": facts})
+        self._ask("facts", facts)
 
-    def _ask(self, asked: Mapping[str, Any]) -> bytes | None:
+    def _ask(self, *asked: Any) -> Any:
         with self._lock:
-            self._socket.sendall(json.dumps(asked).encode() + b"\n")
-            (count,) = _HEAD.unpack(self._answers.read(_HEAD.size))
-            if count == _ABSENT:
-                return None
-            if count < 0:
-                raise OSError("a part of it could not be fetched")
-            return self._answers.read(count)
+            write_line(self._socket.fileno(), asked)
+            value = json.loads(self._answers.readline())
+            return self._answers.read(value["bytes"]) if isinstance(value, dict) else value
 
 
 class RangeFile(io.RawIOBase):
@@ -571,13 +540,11 @@ class Files:
 
 
 @contextlib.contextmanager
-def renamed(at: Path, place: str, server: RangeServer | None = None) -> Iterator[None]:
-    """Errors that speak of the local path ``at`` speak of ``place``; what the store raised comes first."""
+def renamed(at: Path, place: str) -> Iterator[None]:
+    """Errors that speak of the local path ``at`` speak of ``place``."""
     try:
         yield
     except CacheToolError as error:
-        if server is not None and server.failure is not None:
-            raise server.failure from error
         if str(at) in str(error):
             raise type(error)(str(error).replace(str(at), place)) from error
         raise

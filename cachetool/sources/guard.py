@@ -2,42 +2,40 @@
 
 LMDB maps a file and believes it; HDF5 and the codecs of Zarr unpack whatever it says. A damaged or hostile file can so
 kill the process that opens it, keep it busy for ever, or have it fill the memory. The process started here has limits
-on memory and time, is told no credentials, and hands blocks through a pipe; :mod:`cachetool.sources.guarded` is what it
-runs. Whatever happens to it is a :class:`BadObject` here.
+on memory and time, is told no credentials, and hands blocks through a pipe; :mod:`cachetool.sources.guarded` is the
+task that it runs. Whatever happens to it is a :class:`BadObject` here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import select
 import signal
-import struct
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
-from cachetool.core.errors import BadObject, UsageError, from_json
+from cachetool.core.closing import Closing
+from cachetool.core.errors import BadObject, CacheToolError, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.proc.boot import begin
+from cachetool.proc.lines import ready
+from cachetool.proc.parent import Child, how_ended, stop
+from cachetool.proc.task import Message, Task
+from cachetool.sources.byte_source import SILENCE, RangeServer
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import ClosingFile, MisfitRows
+from cachetool.sources.readers import MisfitRows
 
 __all__ = ["GuardedFile", "read_block"]
 
 CPU_SECONDS = 120
 """Of computing for one answer, after which a file is taken to have no end."""
-SILENCE = 900.0
-"""Seconds to wait for an answer, however slow the disk."""
 MAX_ANSWER = 2**26
-_GRACE = 5.0
 _PIPE = 2**20
 _PYTHON = """
     PATH HOME PYTHONHOME PYTHONPATH PYTHONPLATLIBDIR PYTHONUSERBASE PYTHONNOUSERSITE PYTHONSAFEPATH PYTHONPYCACHEPREFIX
@@ -48,171 +46,138 @@ _PLACE = """
     LANG LANGUAGE LC_ALL LC_CTYPE LC_NUMERIC LC_TIME LC_COLLATE LC_MESSAGES LOCPATH LOCALE_ARCHIVE TZ TZDIR TMPDIR
 """
 _HDF5 = "HDF5_PLUGIN_PATH HDF5_PLUGIN_PRELOAD HDF5_USE_FILE_LOCKING HDF5_DISABLE_VERSION_CHECK"  # a user's filters
-_PASSED = frozenset(f"{_PYTHON} {_PLACE} {_HDF5}".split())
+_PASSED = frozenset(f"{_PYTHON} {_PLACE} {_HDF5} CACHETOOL_DEBUG".split())
 """Variables that the child is given. Whole names: any beginning is that of somebody's credentials, too."""
+_MISTAKES = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, EOFError, TimeoutError
+"""Raised where the child does not say what it should."""
 
 
-class GuardedFile(ClosingFile):
+class GuardedFile(Closing):
     """A file, or a folder of files of one kind; see :class:`cachetool.sources.readers.RandomAccess`."""
 
     def __init__(
-        self, path: Path, options: SourceOptions, *, opener: str, about: Mapping[str, Any] | None = None
+        self,
+        path: Path | str,
+        options: SourceOptions,
+        *,
+        opener: str,
+        about: Mapping[str, Any],
+        server: RangeServer | None = None,
     ) -> None:
-        """Opens ``path`` in a process of its own; raises what the function ``opener`` (``module:name``) does there.
+        """Opens ``path`` in a process of its own, which gets bytes from ``server``; raises what the function ``opener``
+        (``module:name``) does there.
 
         That is called as :func:`cachetool.sources.opening.open_path` is.
         """
-        self.path, self._options, self._opener, self._about = path, options, opener, about or {}
-        self._child: _Child | None = None
-        about = self._open().about
-        try:
-            self.schema = Schema.from_json(about["schema"])
-            self.samples = int(about["samples"])
-            self.skipped: tuple[tuple[str, str], ...] = tuple((str(name), str(why)) for name, why in about["skipped"])
-        except (UsageError, KeyError, TypeError, ValueError) as error:
-            self.close()
-            raise BadObject(f"{path}: its reader talks nonsense: {error}") from error
+        self.path, self._server = path, server
+        self._task = {"path": os.fspath(path), "options": options.to_json(), "opener": opener, "about": dict(about)}
+        self._child: Child | None = None
+        self._at = str(path)
+        """The file that the process touched last."""
+        with self._ending_on_error():
+            said = self._opened().asked[0]["ask"]
+            self.schema = Schema.from_json(said["schema"])
+            self.samples = int(said["samples"])
+            self.skipped: tuple[tuple[str, str], ...] = tuple((str(name), str(why)) for name, why in said["skipped"])
 
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``. Raises :class:`MisfitRows` where some of them are none."""
         if not 0 <= start <= stop <= self.samples:
             raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
-        child = self._open()
-        child.ask({"read": [start, stop]})
-        with self._closing_on_error():
-            block, misfits = child.block(self.schema)
+        with self._ending_on_error():
+            child = self._opened()
+            child.answer({"read": [start, stop]})
+            said = self._question(child)
+            sizes = [int(size) for size in said["blocks"]]
+            block = read_block(self.schema, sizes, lambda count: _received(child, count))
+            misfits = {int(row): str(why) for why, rows in said["ask"]["misfits"] for row in rows}
             if (count := len(block)) != stop - start:  # of none for ever a caller would ask for ever
-                raise BadObject(f"{self.path}: its reader talks nonsense: {count} samples instead of {stop - start}")
+                raise ValueError(f"{count} samples instead of {stop - start}")
         if misfits:
-            raise MisfitRows(child.at, block, misfits)
+            raise MisfitRows(self._at, block, misfits)
         return block
 
     def close(self) -> None:
         """End the process."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            stop([child])
+        if self._server is not None:
+            self._server.close()
 
     @contextlib.contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
+    def _ending_on_error(self) -> Iterator[None]:
+        """Kill the process after an error, in the middle of an answer or not."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            code = 0
+            if self._child is not None:
+                self._child.process.kill()
+                code = self._child.process.wait()
             self.close()
+            if isinstance(error, _MISTAKES) and not isinstance(error, CacheToolError):
+                raise BadObject(f"{self._at}: {_fault(error, code)}") from error
             raise
 
-    def _open(self) -> _Child:
-        if self._child is None or self._child.busy:
-            self.close()
-            self._child = _Child(self.path, self._options, self._opener, self._about)
+    def _opened(self) -> Child:
+        """The process, which waits for a request."""
+        if self._child is None:
+            with ExitStack() as stack:
+                sockets = []
+                if self._server is not None:
+                    sockets.append(stack.enter_context(self._server.connected()).fileno())
+                self._child = child = Child(
+                    Task("cachetool.sources.guarded:read", {**self._task, "sockets": sockets, "seconds": CPU_SECONDS}),
+                    gives_back=False,
+                    named=False,
+                    quiet=True,  # what a library prints may be a file's own words, and a terminal obeys them
+                    flags=("-W", "ignore"),
+                    env=_environment(),
+                    most=MAX_ANSWER,
+                    pass_fds=sockets,
+                )
+            if hasattr(fcntl, "F_SETPIPE_SZ"):
+                with contextlib.suppress(OSError):  # all that pipes may take is in use
+                    fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE)
+            self._question(child)
         return self._child
 
+    def _question(self, child: Child) -> Message:
+        """What the process says, now that it wants the next request; meanwhile it gets the bytes that it asks for."""
+        while not child.asked:
+            served = [] if self._server is None else [self._server.asked]
+            pipes = ready(SILENCE, *(lines.fd for lines in (child.lines, *served) if not lines.ended))
+            if child.lines.fd in pipes:
+                more, messages = child.receive()
+                for message in messages:
+                    self._at = str(message["at"])
+                if child.error is not None:
+                    raise child.error
+                if not more:
+                    raise EOFError
+            elif pipes and self._server is not None:
+                self._server.serve()
+            else:
+                raise TimeoutError
+        return child.asked[0]
 
-class _Child:
-    """The process that has the file open: one request, one answer."""
 
-    def __init__(self, path: Path, options: SourceOptions, opener: str, about: Mapping[str, Any]) -> None:
-        self.at = str(path)
-        """The file that it touched last."""
-        self.busy = False
-        """Whether an answer is still to come."""
-        self._process = begin(
-            "cachetool.sources.guarded",
-            gives_back=False,
-            named=False,
-            flags=("-W", "ignore"),
-            env=_environment(),
-            # What a library prints may be a file's own words, and a terminal obeys them.
-            stderr=None if os.environ.get("CACHETOOL_DEBUG") else subprocess.DEVNULL,
-        )
-        if hasattr(fcntl, "F_SETPIPE_SZ"):
-            with contextlib.suppress(OSError):  # all that pipes may take is in use
-                fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE)  # type: ignore[arg-type]
-        try:
-            request = {"path": os.fspath(path), "options": options.to_json(), "opener": opener, "about": dict(about)}
-            self.ask({**request, "seconds": CPU_SECONDS})
-            self.about = self._answer()
-        except BaseException:
-            self.close()
-            raise
+def _received(child: Child, count: int) -> npt.NDArray[np.uint8]:
+    out = np.empty(count, dtype=np.uint8)
+    child.lines.fill(out.data, SILENCE)
+    return out
 
-    def ask(self, request: dict[str, Any]) -> None:
-        """Send a request."""
-        assert self._process.stdin is not None
-        self.busy = True
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._died()
 
-    def block(self, schema: Schema) -> tuple[Block, dict[int, str]]:
-        """The block that was asked for; the rows of it that are no samples, by their numbers in the file, and why."""
-        about = self._answer()
-        try:
-            block = read_block(schema, about["arrays"], self._receive)
-            return block, {int(row): str(why) for why, rows in about.get("misfits", ()) for row in rows}
-        except (UsageError, ValueError, TypeError, LookupError) as error:
-            raise BadObject(f"{self.at}: its reader talks nonsense: {error}") from error
-        finally:
-            self.busy = False
-
-    def close(self) -> None:
-        """End it, and wait for that."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if self.busy:
-            process.kill()
-        with contextlib.suppress(OSError):  # it is gone
-            process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            (length,) = struct.unpack("<I", self._receive(4).data)
-            if length > MAX_ANSWER:
-                raise BadObject(f"{self.at}: its reader talks nonsense")
-            try:
-                about = dict[str, Any](json.loads(self._receive(length).tobytes()))
-            except (ValueError, TypeError) as error:
-                raise BadObject(f"{self.at}: its reader talks nonsense: {error}") from error
-            if "error" in about:
-                self.busy = False
-                raise from_json(about)
-            if "at" not in about:
-                self.busy = "arrays" in about  # these follow
-                return about
-            self.at = str(about["at"])
-
-    def _receive(self, count: int) -> npt.NDArray[np.uint8]:
-        """Exactly ``count`` bytes."""
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        out = np.empty(count, dtype=np.uint8)
-        view, done = out.data, 0
-        ready = select.poll()  # whatever its number: select ends at 1,024
-        ready.register(fd, select.POLLIN)
-        while done < count:
-            if not ready.poll(1000 * SILENCE):
-                raise BadObject(f"{self.at}: no answer from the process that reads it in {SILENCE:.0f} s")
-            got = os.readv(fd, [view[done:]])
-            if not got:
-                self._died()
-            done += got
-        return out
-
-    def _died(self) -> NoReturn:
-        code = self._process.wait()
-        if code == -signal.SIGPROF:
-            raise BadObject(f"{self.at}: reading it does not come to an end; the file is damaged")
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise BadObject(f"{self.at}: the file is damaged: the process that read it {how}")
+def _fault(error: Exception, code: int) -> str:
+    """What is wrong with a file whose reader, which ended with this exit code, led to ``error`` here."""
+    if isinstance(error, TimeoutError):
+        return f"no answer from the process that reads it in {SILENCE:.0f} s"
+    if not isinstance(error, EOFError):
+        return f"its reader talks nonsense: {error}"
+    if code == -signal.SIGPROF:
+        return "reading it does not come to an end; the file is damaged"
+    return f"the file is damaged: the process that read it {how_ended(code)}"
 
 
 def _environment() -> dict[str, str]:

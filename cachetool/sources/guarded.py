@@ -1,44 +1,30 @@
-"""The main function of the process that reads a foreign file for :mod:`cachetool.sources.guard`.
+"""The task of the process that reads a foreign file for :mod:`cachetool.sources.guard`: it asks for requests.
 
 ::
 
-    stdin    {"path": ..., "options": {...}, "opener": "module:name", "about": {...}, "seconds": 120}
-                                                                 one line, then requests, each answered:
-             {"read": [start, stop]}
-    stdout   u32 length | JSON, then what it announces:
-             {"at": path}                                         about to touch this file; the answer follows
-             {"schema": ..., "samples": n, "skipped": [...]}      the file is open
-             {"arrays": [bytes, ...]} and the arrays              a block
-             {"arrays": ..., "misfits": [[why, rows], ...]}       a block, and which of its rows are no samples
-             {"error": class, "message": ...}                     of cachetool
+    message  {"at": path}                                         about to touch this file
+    ask      {"schema": ..., "samples": n, "skipped": [...]}      the file is open
+             {"misfits": [[why, rows], ...]}, arrays in blocks    what was asked for, and which rows are no samples
+    answer   {"read": [start, stop]}
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
-import os
 import resource
 import signal
-import struct
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.core.block import Block, Ragged
-from cachetool.core.errors import BadObject, CacheToolError, to_json
-from cachetool.proc.streams import keep_standard_streams
+from cachetool.core.errors import BadObject
+from cachetool.proc.task import Asking, Message, named
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import LimitedAccess, MisfitRows
 
-__all__ = ["main"]
-
-Opener = Callable[..., LimitedAccess]
+__all__ = ["read"]
 
 MEMORY = 2**28
 """Bytes that reading may take beyond what the process has when it begins..."""
@@ -49,59 +35,44 @@ MAX_MISFITS = 2**20
 """Rows of one answer that are told one by one, about 10 bytes each."""
 
 
-def main() -> None:
+def read(
+    channel: Asking, *, path: str, options: Message, opener: str, about: Message, sockets: list[int], seconds: int
+) -> Message:
     """Answer until stdin ends."""
-    keep_standard_streams()
-    out = os.fdopen(os.dup(1), "wb", buffering=2**20)
-    os.dup2(2, 1)
-    if not (line := sys.stdin.buffer.readline()):
-        return  # whoever started this ended before it asked for anything
-    asked = json.loads(line)
-    path, seconds = Path(asked["path"]), asked["seconds"]
     now = path
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            _limit(MEMORY)
-            _patience(seconds)
-            module, _, name = asked["opener"].partition(":")
-            open_here: Opener = getattr(importlib.import_module(module), name)
-            options = SourceOptions.from_json(asked["options"])
 
-            def notice(at: Path) -> None:
-                nonlocal now
-                now = at
-                _say(out, {"at": str(at)})
+    def notice(at: Path) -> None:
+        nonlocal now
+        now = str(at)
+        channel.send({"at": now})
 
-            source = open_here(path, options, notice=notice, about=asked["about"])
-            _limit(MEMORY + COPIES * source.piece)
-            about = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
-            _say(out, about)
-            _serve(out, source, seconds)
-        except CacheToolError as error:
-            _say(out, to_json(error))
-        except MemoryError:
-            _say(out, to_json(BadObject(f"{now}: reading it takes far more memory than its size can mean")))
-        except BrokenPipeError:
-            raise
-        except Exception:  # noqa: BLE001 - a bug must reach the starter as text, not as a damaged file
-            _say(out, to_json(CacheToolError(f"a bug while {path} was read:\n{traceback.format_exc()}")))
-    os._exit(0)  # the file may have broken what a tidy end would touch
-
-
-def _serve(out: IO[bytes], source: LimitedAccess, seconds: int) -> None:
-    while line := sys.stdin.buffer.readline():
-        asked = json.loads(line)
+    try:
+        _limit(MEMORY)
         _patience(seconds)
-        misfits: dict[str, list[int]] = {}
-        try:
-            block = source.read(*asked["read"])
-        except MisfitRows as error:
-            if len(error.misfits) > MAX_MISFITS:  # as if all were: no pull goes on with so many
-                raise
-            block = error.block
-            for row, why in error.misfits.items():
-                misfits.setdefault(why, []).append(row)
-        _send(out, block, {"misfits": list(misfits.items())} if misfits else {})
+        asked = SourceOptions.from_json(options)
+        source: LimitedAccess = named(opener)(path, asked, notice=notice, about=about, sockets=sockets)
+        _limit(MEMORY + COPIES * source.piece)
+        said = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
+        blocks: list[npt.NDArray[np.uint8]] = []
+        while True:
+            start, stop = channel.ask(said, *blocks)["read"]
+            _patience(seconds)
+            said, blocks = _answer(source, start, stop)
+    except MemoryError:
+        raise BadObject(f"{now}: reading it takes far more memory than its size can mean") from None
+
+
+def _answer(source: LimitedAccess, start: int, stop: int) -> tuple[Message, list[npt.NDArray[np.uint8]]]:
+    misfits: dict[str, list[int]] = {}
+    try:
+        block = source.read(start, stop)
+    except MisfitRows as error:
+        if len(error.misfits) > MAX_MISFITS:  # as if all were: no pull goes on with so many
+            raise
+        block = error.block
+        for row, why in error.misfits.items():
+            misfits.setdefault(why, []).append(row)
+    return {"misfits": list(misfits.items())}, _arrays(block)
 
 
 def _limit(most: int) -> None:
@@ -126,29 +97,14 @@ def _patience(seconds: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _send(out: IO[bytes], block: Block, more: dict[str, Any]) -> None:
-    """Answer with a block, and ``more`` about it."""
-    arrays: list[Any] = []
+def _arrays(block: Block) -> list[npt.NDArray[np.uint8]]:
+    """The bytes of a block's arrays, as :func:`cachetool.sources.guard.read_block` takes them."""
+    arrays: list[npt.NDArray[Any]] = []
     for field in block.schema:
         column = block.columns[field.name]
-        if not isinstance(column, Ragged):
-            # values of no bytes do not tell how many they are
-            arrays.append(np.array([len(column)], dtype="<i8") if field.nbytes == 0 else np.ascontiguousarray(column))
-            continue
-        tight = column.compact()
-        arrays.append(np.ascontiguousarray(tight.offsets))
-        if tight.shapes is not None:
-            arrays.append(np.ascontiguousarray(tight.shapes))
-        arrays.append(np.ascontiguousarray(tight.values))
-    _say(out, {"arrays": [array.nbytes for array in arrays], **more}, flush=False)
-    for array in arrays:
-        if array.nbytes:
-            out.write(array.reshape(-1).view(np.uint8).data)
-    out.flush()
-
-
-def _say(out: IO[bytes], about: dict[str, Any], *, flush: bool = True) -> None:
-    text = json.dumps(about).encode()
-    out.write(struct.pack("<I", len(text)) + text)
-    if flush:
-        out.flush()
+        if isinstance(column, Ragged):
+            tight = column.compact()
+            arrays += [tight.offsets, *([] if tight.shapes is None else [tight.shapes]), tight.values]
+        else:  # values of no bytes do not tell how many they are
+            arrays.append(np.array([len(column)], dtype="<i8") if field.nbytes == 0 else column)
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]

@@ -16,17 +16,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs parent-de
 
 STUCK = """
 import os
-os.write(1, b"begun\\n")
-sum(range(10**14))  # hours in C: no thread of this process gets to run meanwhile
+
+def main():
+    os.write(1, b"begun\\n")
+    sum(range(10**14))  # hours in C: no thread of this process gets to run meanwhile
 """
 
 STARTER = """
 import os, sys, threading, time
 from pathlib import Path
-from cachetool.proc.boot import begin
+from cachetool.proc.parent import begin
 
 def start():
-    children.append(begin("stuck", gives_back=sys.argv[2] == "True"))
+    children.append(begin("stuck:main()", gives_back=sys.argv[2] == "True"))
     assert children[-1].stdout.readline() == b"begun\\n"
     threads.append(threading.get_native_id())
 

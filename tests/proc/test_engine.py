@@ -81,9 +81,9 @@ def test_a_server_answers_whatever_was_raised(monkeypatch: pytest.MonkeyPatch) -
     def panic(name: str) -> None:
         raise Panic
 
-    monkeypatch.setattr(agent_module.importlib, "import_module", panic)
-    assert "RuntimeError: Panic" in server.answer("a", {})["message"]
-    assert "RuntimeError: Panic" in server.answer("a", {})["message"]
+    monkeypatch.setattr(agent_module, "named", panic)
+    assert "a bug in a worker: Panic" in server.answer("a", {})["message"]
+    assert "a bug in a worker: Panic" in server.answer("a", {})["message"]
 
 
 def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
-"""Measures, and prints a line of JSON for each thing found: what ``cachetool bench`` shows.
-
-Argument: a JSON object with ``cache``, ``data``, ``dataset``, ``folder``, ``workers``, ``seconds``.
-"""
+"""The task of the process that measures, which sends a message for each thing found: what ``cachetool bench`` shows."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +14,29 @@ from cachetool.bench.rates import Measurements, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache
 from cachetool.cache.layout import cache_option
-from cachetool.core.errors import CacheToolError, to_json
 from cachetool.core.units import format_size
 from cachetool.formats import format_names
 from cachetool.proc.scratch import scratch
+from cachetool.proc.task import Channel, Message
+
+__all__ = ["run"]
 
 _SMALL = 2**14
 """Samples below so many bytes are slow to read one by one."""
 
 
-def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    """One dict for each thing: ``{"note": ...}``, then ``{"row": [what, how, number, unit]}``, at last ``{"advice":
-    ...}``."""
+def run(channel: Channel, **options: Any) -> Message:
+    """Measure by ``cache``, ``data``, ``dataset``, ``folder``, ``workers`` and ``seconds``.
+
+    Sends ``{"note": ...}``, then ``{"row": [what, how, number, unit]}``, at last ``{"advice": ...}``.
+    """
+    with scratch(Path(options["folder"]), "cachetool-bench-") as folder:
+        for message in _measure(options, folder):
+            channel.send(message)
+    return {}
+
+
+def _measure(options: dict[str, Any], folder: Path) -> Iterator[Message]:
     trial = _trial(options)
     workers, seconds = int(options["workers"]), float(options["seconds"])
     about = f"{trial.block.samples} samples of {format_size(trial.mean)} on average, in batches of {trial.batch}"
@@ -114,22 +120,3 @@ def _conversion(options: dict[str, Any]) -> str:
 
 def _row(what: str, how: str, speed: float) -> dict[str, Any]:
     return {"row": [what, how, round(speed), "MB/s"]}
-
-
-def main() -> int:
-    """Print everything, then an error if there was one."""
-    options = json.loads(sys.argv[1])
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not mix with the lines
-    try:
-        with scratch(Path(options["folder"]), "cachetool-bench-") as folder:
-            for message in measure(options, folder):
-                out.write(json.dumps(message) + "\n")
-    except CacheToolError as error:
-        out.write(json.dumps({"error": to_json(error)}) + "\n")
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
