@@ -15,11 +15,11 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
-from cachetool.core.errors import UsageError
 from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
 from cachetool.loaders.loader import BaseLoader
+from cachetool.loaders.snapshots.resume import taken
 from cachetool.loaders.torch import Loader
 
 try:
@@ -30,8 +30,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("this needs composer: pip install mosaicml", name="composer") from None
 
 __all__ = ["GrowthCallback"]
-
-TrainingLoader: TypeAlias = Loader | FixedEpochs[dict[str, Any]]
 
 
 class GrowthCallback(Callback):  # type: ignore[misc]
@@ -48,10 +46,8 @@ class GrowthCallback(Callback):  # type: ignore[misc]
     no loader.
     """
 
-    def __init__(self, loader: TrainingLoader) -> None:
+    def __init__(self, loader: Loader | FixedEpochs[dict[str, Any]]) -> None:
         super().__init__()
-        if not isinstance(loader, BaseLoader | FixedEpochs):
-            raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
         require_one_epoch(loader)
         self._loader = loader
         self._begun: Iterator[dict[str, Any]] | None = None
@@ -65,7 +61,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
             if int(state.timestamp.batch_in_epoch):  # it then calls no epoch_start
                 where = self._loader.state_dict()
                 self._loader.load_state_dict(where)  # of an epoch that was left here the rest, not the next one
-                if not where["at" if isinstance(self._loader, FixedEpochs) else "taken"]:
+                if not taken(where):
                     state.dataloader_len = 0  # behind its last batch: nothing is left of the epoch
                     return
         self._begin(state)

@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from cachetool.core.errors import UsageError
-from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Epoch
 
-__all__ = ["Copy", "copied_ahead", "parse_depth"]
+__all__ = ["Copy", "copied_ahead"]
 
 
 class Copy(Protocol):
@@ -39,14 +37,6 @@ class Copy(Protocol):
     @property
     def done(self) -> bool:
         """Whether the batch here is not read any more."""
-
-
-def parse_depth(value: Any, what: str) -> int:
-    """How many batches may be on their way. Raises :class:`UsageError` for a number below 1, and what is no number."""
-    depth = parse_whole(value, what=what)
-    if depth < 1:
-        raise UsageError(f"{what}{depth} cannot be used: at least 1")
-    return depth
 
 
 def copied_ahead(batches: Iterator[Any], copies: Callable[[], Copy], depth: int) -> Iterator[Any]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from cachetool.core.closing import Closing
 from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Progress
-from cachetool.loaders.snapshots.resume import is_whole, require_state
+from cachetool.loaders.snapshots.resume import STATE, is_whole, require_state
 
 if TYPE_CHECKING:
     from cachetool.loaders.loader import BaseLoader
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["FixedEpochs", "require_one_epoch"]
 
 T = TypeVar("T")
-_STATE = 1
 
 
-class FixedEpochs(Generic[T]):
+class FixedEpochs(Closing, Generic[T]):
     """The batches of ``loader`` in epochs of ``steps`` batches; see :meth:`Loader.epochs_of`.
 
     An epoch that is left with ``break`` ends there; the next one goes on with the batch behind it, so no sample of a
@@ -39,10 +38,7 @@ class FixedEpochs(Generic[T]):
     """
 
     def __init__(self, loader: BaseLoader[T], *, steps: int) -> None:
-        steps = parse_whole(steps, what="steps=")
-        if steps < 1:
-            raise UsageError(f"steps={steps} cannot be used: at least 1")
-        self.loader, self._steps = loader, steps
+        self.loader, self._steps = loader, parse_whole(steps, what="steps=", least=1)
         self._pass: Iterator[T] | None = None
         self._progress: Progress | None = None
         """Progress of the pass that is under way."""
@@ -133,7 +129,7 @@ class FixedEpochs(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return where training stands, as plain values: the state of the loader, and how many batches of this epoch
         were handed out. Raises what :meth:`Loader.state_dict` does."""
-        return {"state": _STATE, "at": self._at % self._steps, "steps": self._steps, "loader": self.loader.state_dict()}
+        return {"state": STATE, "at": self._at % self._steps, "steps": self._steps, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called.
@@ -142,7 +138,7 @@ class FixedEpochs(Generic[T]):
         no state of such epochs, and what :meth:`Loader.load_state_dict` raises; nothing has changed then.
         """
         kinds = {"at": is_whole, "loader": lambda value: isinstance(value, Mapping)}
-        require_state(state, _STATE, kinds, of="epochs of fixed length")
+        require_state(state, kinds, of="epochs of fixed length")
         self.loader.load_state_dict(state["loader"])
         self._pass = self._progress = self._newest = None
         self._at, self._resumed = min(int(state["at"]), self._steps - 1), True
@@ -152,21 +148,16 @@ class FixedEpochs(Generic[T]):
         self._pass = self._progress = self._newest = None
         self.loader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def require_one_epoch(loader: BaseLoader[Any] | FixedEpochs[Any]) -> None:
-    """Raise :class:`UsageError` for a loader with ``concurrent=True``, whose state a trainer cannot save.
+    """Raise :class:`UsageError` for what is no loader, and for one with ``concurrent=True``, whose state a trainer
+    cannot save.
 
     Trainers call ``iter()`` again while they hold an older iterator. With ``concurrent=True`` each call begins an epoch
     beside the others, which is no part of the state.
     """
     base = loader.loader if isinstance(loader, FixedEpochs) else loader
+    if not hasattr(base, "epochs_of"):
+        raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
     if base._concurrent:
         raise UsageError("a loader with concurrent=True has no state that a trainer could save; leave it out")

@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
 
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.loader import BaseLoader
+from cachetool.loaders.snapshots.resume import taken
 from cachetool.loaders.snapshots.waiting import say
 from cachetool.loaders.torch import CacheDataset, LMDBDataset, TensorList
 
@@ -53,13 +54,6 @@ _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_pl
 
 def _is_ours(value: object) -> TypeGuard[_Ours]:
     return isinstance(value, BaseLoader | FixedEpochs)
-
-
-def _before(loader: _Ours) -> int:
-    """Return how many batches of the epoch that is resumed were trained before; 0 at the beginning of an epoch."""
-    state = loader.state_dict()
-    before: int = state["at"] if isinstance(loader, FixedEpochs) else state["taken"] if state["resume"] else 0
-    return before
 
 
 class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -121,7 +115,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
                     " resume_from_checkpoint="
                 )
             loader.load_state_dict(saved["loader"])
-            if before := _before(loader):
+            if before := taken(loader.state_dict()):
                 length = len(loader)
                 self.resumed = int(state.epoch), before, length, length
         self._loader = loader
@@ -290,13 +284,13 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
         if isinstance(loader, FixedEpochs):
             # The number of an epoch means nothing to it. Only the first epoch after a resume can have a beginning.
             resumed = epoch == options["epochs_trained"] and options["resume_from_checkpoint"] is not None
-            before = _before(loader) if resumed else 0
+            before = taken(loader.state_dict()) if resumed else 0
             batches: Iterator[Any] = iter(loader)
         else:
             loader.set_epoch(epoch)  # ignored if the loader resumes an epoch
             batches = iter(loader)  # before len(), which then is the length of this epoch
             loader._lengths.forget()
-            before = _before(loader)
+            before = taken(loader.state_dict())
         length = len(loader)
         left = length - before
         if before and (callback := self._state_callback()) is not None:

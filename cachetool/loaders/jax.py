@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from cachetool.core.errors import UsageError, without
-from cachetool.loaders.device import copied_ahead, parse_depth
+from cachetool.core.units import parse_whole
+from cachetool.loaders.device import copied_ahead
 from cachetool.loaders.epoch import check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 
@@ -47,7 +48,7 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     if hasattr(size, "platform") or isinstance(size, str):
         raise UsageError(f"size={size!r} is not a whole number; a device is given by its name: device=")
     check_batches(iterable)
-    size = parse_depth(size, "size=")
+    size = parse_whole(size, what="size=", least=1)
     if isinstance(device, str):
         raise UsageError(f"device={device!r} is no device of JAX; give one, as jax.devices({device!r})[0]")
     if isinstance(iterable, FixedEpochs):  # whose passes are prefetched, each by itself

@@ -23,6 +23,7 @@ a thread, the others build the model with one or two. A data set hands those out
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import deque
@@ -284,9 +285,7 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
             raise UsageError(f"{dataset!r} is no LoaderDataset; give the one that fit() is given")
         if dataset._steps is None:
             raise UsageError("the data set has no fixed length; make it of loader.epochs_of(steps=N)")
-        self._every = None if save_freq == "epoch" else parse_whole(save_freq, what="save_freq=")
-        if self._every is not None and self._every < 1:
-            raise UsageError(f"save_freq={save_freq!r} cannot be used: 'epoch', or a number of batches, at least 1")
+        self._every = None if save_freq == "epoch" else parse_whole(save_freq, what="save_freq=", least=1)
         self._dataset, self._path, self._steps = dataset, Path(path).expanduser(), dataset._steps
         self._loaded = False
         self._trained = self._since = 0
@@ -330,13 +329,10 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._dataset._count_trained(False)
 
     def _read(self) -> dict[str, Any]:
-        try:
-            state = json.loads(self._path.read_bytes())
-        except ValueError as error:
-            raise UsageError(f"{self._path} holds no state of a loader; remove it, or give another path") from error
-        if not isinstance(state, dict):
-            raise UsageError(f"{self._path} holds no state of a loader; remove it, or give another path")
-        return state
+        with contextlib.suppress(ValueError):
+            if isinstance(state := json.loads(self._path.read_bytes()), dict):
+                return state
+        raise UsageError(f"{self._path} holds no state of a loader; remove it, or give another path")
 
     def _save(self) -> None:
         self._since = 0

@@ -41,7 +41,6 @@ else:
 __all__ = ["CacheDataModule", "GrowthCallback"]
 
 TrainingLoader: TypeAlias = Loader | FixedEpochs[dict[str, Any]]
-_KINDS = (BaseLoader, FixedEpochs)
 
 
 class GrowthCallback(Callback):  # type: ignore[misc]
@@ -61,8 +60,6 @@ class GrowthCallback(Callback):  # type: ignore[misc]
     def __init__(self, *loaders: TrainingLoader, name: str | None = None) -> None:
         super().__init__()
         for loader in loaders:
-            if not isinstance(loader, _KINDS):
-                raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
             require_one_epoch(loader)
         if not loaders:
             raise UsageError("no loader was given; give the training loaders: GrowthCallback(loader)")

@@ -17,11 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
 from cachetool.cache.forking import members
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import names_of
 from cachetool.core.text import shown
@@ -40,14 +40,13 @@ from cachetool.loaders.selection import WhereOption, parse_where
 from cachetool.loaders.settings import Settings, where_dict
 from cachetool.loaders.snapshots.follow import launched_run, subscribe
 from cachetool.loaders.snapshots.plain_files import located
-from cachetool.loaders.snapshots.resume import SAVED, require_order, require_seed, require_state
+from cachetool.loaders.snapshots.resume import SAVED, STATE, require_same, require_state
 from cachetool.loaders.snapshots.waiting import say
 from cachetool.loaders.split import parse_split
 
-__all__ = ["BaseLoader", "CacheOrPaths", "Lengths", "parse_arguments", "parse_place"]
+__all__ = ["BaseLoader", "CacheOrPaths", "Lengths", "parse_arguments"]
 
-
-_COUNTS = ("steps", "prefetch", "epochs", "min_samples")
+_LEAST = {"batch_size": 1, "seed": None, "workers": 0}
 
 
 def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Settings, int | None, int]:
@@ -58,67 +57,40 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     argument and its value.
     """
     values = dict(options)
-    for name in ("batch_size", "seed", "workers"):
-        values[name] = parse_whole(values[name], what=f"{name}=")
-    for name in _COUNTS:
-        values[name] = None if values[name] is None else parse_whole(values[name], what=f"{name}=")
+    for name, least in _LEAST.items():
+        values[name] = parse_whole(values[name], what=f"{name}=", least=least)
+    for name in ("prefetch", "steps", "epochs", "min_samples"):
+        if values[name] is not None:
+            values[name] = parse_whole(values[name], what=f"{name}=", least=None if name == "prefetch" else 1)
     for name in ("drop_last", "verify", "concurrent"):
         values[name] = parse_flag(values[name], what=f"{name}=")
-    wait, hold = (parse_duration(values[name], what=f"{name}=") for name in ("wait", "hold"))
-    validation, where = parse_split(values["split"], values["validation"]), parse_where(values["where"])
+    for name in ("wait", "hold"):
+        values[name] = parse_duration(values[name], what=f"{name}=")
+    values["validation"] = parse_split(values["split"], values["validation"])
+    values["where"] = parse_where(values["where"])
     _check(values)
     if isinstance(cache_or_paths, CacheDir):
         cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
-    root, paths = located(cache_or_paths)
-    if paths and values["dataset"] is not None:
-        raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
-    least = 1 if values["split"] == "validation" or where is not None else values["batch_size"]
-    settings = Settings(
-        root=str(root),
-        paths=tuple(map(str, paths)),
-        dataset=values["dataset"],
-        run=values["run"],
-        fields=None if values["fields"] is None else names_of(values["fields"]),
-        batch_size=values["batch_size"],
-        shuffle=SHUFFLES[values["shuffle"]],
-        seed=values["seed"],
-        drop_last=values["drop_last"],
-        split=values["split"],
-        validation=validation,
-        where=where,
-        min_samples=least if values["min_samples"] is None else values["min_samples"],
-        wait=wait,
-        hold=hold,
-        epochs=values["epochs"],
-        missing=values["missing"],
-        verify=values["verify"],
-        prefetch=values["prefetch"],
-        transform_each=values["transform_each"],
-    )
+    root, paths = located(cache_or_paths, values["dataset"])
+    if values["min_samples"] is None:
+        may_be_few = values["split"] == "validation" or values["where"] is not None
+        values["min_samples"] = 1 if may_be_few else values["batch_size"]
+    values |= {
+        "root": str(root),
+        "paths": tuple(map(str, paths)),
+        "fields": None if values["fields"] is None else names_of(values["fields"]),
+        "shuffle": SHUFFLES[values["shuffle"]],
+        "rank": 0,
+        "world_size": 1,
+    }
+    settings = Settings(**{name: values[name] for name in Settings.__dataclass_fields__})
     return settings, values["steps"], values["workers"]
 
 
-def parse_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Return ``rank=`` and ``world_size=`` of a loader; None when neither was given.
-
-    Raises :class:`UsageError` for one without the other, and for a rank outside the world.
-    """
-    if (place := given(rank, world_size)) is None:
-        return None
-    rank, world_size = place
-    _require(world_size >= 1, "world_size", world_size, "at least 1")
-    _require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}, below world_size")
-    return rank, world_size
-
-
 def _check(values: Mapping[str, Any]) -> None:
-    _require(values["batch_size"] >= 1, "batch_size", values["batch_size"], "at least 1")
     _require(is_one_of(values["shuffle"], SHUFFLES), "shuffle", values["shuffle"], "'full', 'window' or False")
-    _require(values["workers"] >= 0, "workers", values["workers"], "0 (in this process) or more feeder processes")
     prefetch = values["prefetch"]
     _require(prefetch is None or 1 <= prefetch <= MOST_KEPT, "prefetch", prefetch, f"1 to {MOST_KEPT} batches")
-    for name in ("steps", "epochs", "min_samples"):
-        _require(values[name] is None or values[name] >= 1, name, values[name], "at least 1")
     transform_each, transform = values["transform_each"], values["transform"]
     _require(is_one_of(transform_each, ("sample", "batch")), "transform_each", transform_each, "'sample' or 'batch'")
     _require(transform is None or callable(transform), "transform", transform, "a function")
@@ -191,10 +163,8 @@ T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 """An open cache, its folder, or one or several shards outside any cache."""
 
-_STATE = 1
 
-
-class BaseLoader(ABC, Generic[T]):
+class BaseLoader(Closing, ABC, Generic[T]):
     """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
 
     @answering(OF_LOADERS)
@@ -229,7 +199,7 @@ class BaseLoader(ABC, Generic[T]):
     ) -> None:
         self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
         self._least_given = min_samples is not None
-        self._given = parse_place(rank, world_size)
+        self._given = given(rank, world_size)
         self._here: tuple[int, Settings] | None = None  # a pid, and the settings with the place of that process
         self._fed_with: Settings | None = None
         self._transform = transform
@@ -503,10 +473,9 @@ class BaseLoader(ABC, Generic[T]):
         Raises :class:`UsageError` in the middle of an epoch, also of one left with ``break``, once the feeders ended.
         """
         at = self._progress
-        state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
         if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
-            return {**state, "resume": self._left_over(self.epoch), "taken": self._taken}
-        return {**state, "resume": at.resume(), "taken": at.before + at.step}
+            return self._state(self.epoch, self._left_over(self.epoch), self._taken)
+        return self._state(self.epoch, at.resume(), at.before + at.step)
 
     def state_behind(self, batches: int) -> dict[str, Any]:
         """Return ``state_dict()`` as it was so many batches ago, in the same epoch: for trainers that read ahead.
@@ -520,8 +489,11 @@ class BaseLoader(ABC, Generic[T]):
         if at is None or not 0 < batches <= at.step:
             raise UsageError(f"the present epoch has not delivered {batches} batches, so it was never at that place")
         taken = at.step - batches
-        state = {"state": _STATE, "epoch": at.begun.epoch, "seed": self._settings.seed, "order": self._order()}
-        return {**state, "resume": at.resume(taken), "taken": at.before + taken}
+        return self._state(at.begun.epoch, at.resume(taken), at.before + taken)
+
+    def _state(self, epoch: int, resume: dict[str, Any] | None, taken: int) -> dict[str, Any]:
+        seed, order = self._settings.seed, self._order()
+        return {"state": STATE, "epoch": epoch, "seed": seed, "order": order, "resume": resume, "taken": taken}
 
     def _order(self) -> dict[str, Any]:
         """What the samples of an epoch and their order depend on, beside the seed."""
@@ -537,10 +509,11 @@ class BaseLoader(ABC, Generic[T]):
         of an epoch for that of one with another ``shuffle``, ``split``, ``validation`` or ``where``. The loader is then
         as before.
         """
-        require_state(state, _STATE, SAVED, of="loaders")
-        require_seed(state.get("seed"), self._settings.seed, of="loader")
-        if state.get("resume"):
-            require_order(state.get("order"), {"where": None, **self._order()}, of="loader")
+        require_state(state, SAVED, of="loaders")
+        # Earlier versions saved less, and a state has no selection where there was none.
+        saved = {"where": None, **(state.get("order") or {})} if state.get("resume") else {}
+        here = {"seed": self._settings.seed, "where": None, **self._order()}
+        require_same({"seed": state.get("seed"), **saved}, here, of="loader")
         self._epoch = self._resumed = int(state["epoch"])
         self._others = -1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
@@ -576,14 +549,6 @@ class BaseLoader(ABC, Generic[T]):
             self._finalizer()
         self._feed = None
         self._lengths.check()  # last: stderr may be blocked
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # As Python says it of a keyword that there is not.

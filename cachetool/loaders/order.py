@@ -53,10 +53,7 @@ _OF_A_RUN = 128  # samples that say where a run lies
 
 def parse_epoch(number: object) -> int:
     """Number of an epoch. Raises :class:`UsageError` for what is none."""
-    epoch = parse_whole(number, what="epoch=")
-    if epoch < 0:
-        raise UsageError(f"epoch={epoch} cannot be used: 0 or more")
-    return epoch
+    return parse_whole(number, what="epoch=", least=0)
 
 
 def encode(version: int, index: int) -> int:

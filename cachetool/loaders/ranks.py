@@ -7,17 +7,23 @@ import os
 from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import parse_whole
+from cachetool.loaders.order import share
 
 __all__ = ["given", "launched"]
 
 
 def given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Rank and world size as they were given; None when neither was. Raises :class:`UsageError` for one alone."""
+    """Rank and world size as they were given; None when neither was.
+
+    Raises :class:`UsageError` for one alone, and for a rank outside the world.
+    """
     if (rank is None) != (world_size is None):
         raise UsageError(f"rank and world_size go together, got rank={shown(rank)}, world_size={shown(world_size)}")
     if rank is None or world_size is None:
         return None
-    return parse_whole(rank, what="rank="), parse_whole(world_size, what="world_size=")
+    rank, world_size = parse_whole(rank, what="rank="), parse_whole(world_size, what="world_size=", least=1)
+    share(0, rank=rank, world_size=world_size)
+    return rank, world_size
 
 
 def launched() -> tuple[int, int]:

@@ -22,9 +22,9 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, UsageError, without
 
 try:
@@ -37,6 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cachetool.cache import CacheDir
 from cachetool.cache.layout import root_of
 from cachetool.core.nodes import Node, cache_of, node_of
+from cachetool.core.units import parse_whole
 from cachetool.loaders.numpy import Loader
 
 __all__ = ["Batches", "batches", "cache_here"]
@@ -78,8 +79,7 @@ def batches(
     Raises :class:`UsageError` when Ray is not connected or has no such node. What a loader raises at the beginning of
     an epoch is raised by the first ``next()``, what it raises later by ``ray.get`` of the last reference.
     """
-    if in_flight < 1:
-        raise UsageError(f"in_flight={in_flight} cannot be used: at least 1")
+    in_flight = parse_whole(in_flight, what="in_flight=", least=1)
     where = _node(node)
     single = fields if isinstance(fields, str) else None
     settings = {
@@ -99,7 +99,7 @@ def batches(
     return Batches(where, paths, single, epoch, in_flight, settings)
 
 
-class Batches(Iterator["ray.ObjectRef[Any]"]):
+class Batches(Closing, Iterator["ray.ObjectRef[Any]"]):
     """References to the batches of an epoch, in order. A context manager; its length is what is left of the epoch."""
 
     def __init__(
@@ -153,14 +153,6 @@ class Batches(Iterator["ray.ObjectRef[Any]"]):
         """End the epoch here and give its lease back; batches that were given stay. May be called twice."""
         self._closed = True
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _make_batches(cache: str | list[str], single: str | None, epoch: int, settings: dict[str, Any]) -> Iterator[Any]:

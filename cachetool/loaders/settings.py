@@ -8,6 +8,8 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from cachetool.core import ranges
+from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
 from cachetool.loaders.view import ShardFile, View
@@ -79,7 +81,7 @@ class EpochPlan:
     """How many of the view's samples are read, after the split."""
     position: int = 0
     """Where in the order of the epoch to begin."""
-    lost: tuple[tuple[int, int], ...] = ()
+    lost: Ranges = ()
     """Of an epoch taken up again: ranges of its indices whose shards were evicted, ascending. The plan then reads what
     is left of it, and ``samples`` counts that."""
     of: tuple[int, int] = (0, 0)
@@ -111,36 +113,25 @@ class EpochPlan:
         samples, position = self.of
         positions = np.arange(position, samples, dtype=np.int64)
         indices = replace(self, samples=samples).order(settings)[positions]
-        here, before = np.ones(len(indices), dtype=np.bool_), np.zeros_like(indices)
-        for start, stop in self.lost:
-            here &= (indices < start) | (indices >= stop)
-            before += (indices >= stop) * (stop - start)
-        return positions[here], (indices - before)[here]
+        kept = ranges.positions(ranges.difference([(0, samples)], self.lost))
+        here = np.isin(indices, kept)
+        return positions[here], np.searchsorted(kept, indices[here])
 
     def to_json(self, sent: View | None = None) -> dict[str, Any]:
         """Plain values; a part is a row of seven. Of the view that was ``sent`` before only its version."""
         view = self.view
-        return {
-            "generation": self.generation,
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "position": self.position,
-            "lost": self.lost,
-            "of": self.of,
-            "follows": self.follows,
-            "view": None
-            if view is None
-            else {
-                "version": view.version,
-                **({} if view is sent else _described(view)),
-            },
-        }
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if view is not None:
+            value["view"] = {"version": view.version}
+            if view is not sent:
+                value["view"] |= {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any], sent: View | None = None) -> Self:
         """What :meth:`to_json` gave."""
         described = value.pop("view")
-        value = {**value, "lost": tuple((a, b) for a, b in value["lost"]), "of": tuple(value["of"])}
+        value = {**value, "lost": ranges.pairs(value["lost"]), "of": tuple(value["of"])}
         if described is None or "parts" not in described:
             return cls(**value, view=None if described is None else sent)
         schema, parts = Schema.from_json(described["schema"]), tuple(ShardFile(*row) for row in described["parts"])
@@ -172,10 +163,6 @@ class Begun:
     def from_json(cls, value: dict[str, Any]) -> Self:
         """What :meth:`to_json` gave."""
         return cls(**{**value, "steps": Steps(**value["steps"])})
-
-
-def _described(view: View) -> dict[str, Any]:
-    return {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
 
 
 def rows(parts: Sequence[ShardFile]) -> list[list[Any]]:

@@ -189,13 +189,9 @@ def make_dataset(
     a dataset that was emptied since, has other fields, or with ``drop_remainder`` less than a batch, ends with an error
     that says so; with ``repeat`` so does one over an empty side.
     """
-    batch_size = parse_whole(batch_size, what="batch_size=")
-    shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
+    batch_size = parse_whole(batch_size, what="batch_size=", least=1)
+    shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=", least=0)
     seed = None if seed is None else parse_whole(seed, what="seed=")
-    if batch_size < 1:
-        raise UsageError(f"batch_size={batch_size} cannot be used: at least 1")
-    if shuffle_buffer < 0:
-        raise UsageError(f"shuffle_buffer={shuffle_buffer} cannot be used: 0 (no shuffling) or more")
     share, where_values = parse_split(split, validation), parse_where(where)
     repeat, drop_remainder = parse_flag(repeat, what="repeat="), parse_flag(drop_remainder, what="drop_remainder=")
     run = None if run is None else parse_text(run, what="run=")

@@ -29,13 +29,12 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cachetool.cache import CacheDir
+from cachetool.core.closing import Closing
 from cachetool.core.errors import UsageError, without
 from cachetool.loaders.snapshots.waiting import say
 
@@ -48,8 +47,9 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from cachetool.core.text import shown
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.loaders.loader import CacheOrPaths
-from cachetool.loaders.order import decode, encode, order, parse_epoch, share
+from cachetool.loaders.order import Int64s, decode, encode, order, parse_epoch, share
 from cachetool.loaders.other_names import OF_DATASETS, answering
+from cachetool.loaders.ranks import given
 from cachetool.loaders.read.gather import Parts, Places, gather
 from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.read.mapped import MappedParts
@@ -57,18 +57,18 @@ from cachetool.loaders.settings import rows
 from cachetool.loaders.snapshots.follow import Subscription, launched_run, subscribe
 from cachetool.loaders.snapshots.indexed import Check, Views, usable
 from cachetool.loaders.snapshots.resume import (
+    STATE,
     Resume,
     are_rows,
     is_resume,
     is_whole,
-    match_parts,
-    require_order,
+    places,
+    require_same,
     require_state,
 )
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_loader import Loader
-from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
-from cachetool.loaders.view import View
+from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, initialised, world
 from cachetool.proc.disk import parse_location
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
 ]
 
 
+_NEEDS_RUN = "several processes need run=NAME on their datasets, the same on each, to share snapshots"
 _MODULE = "accelerate.data_loader"
 _DIVIDERS = ("BatchSamplerShard", "DataLoaderDispatcher")
 """Classes of that module that give each process a part of what the sampler returns."""
@@ -100,7 +101,7 @@ def _check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
     if world_size == 1:
         # A dispatcher reads on one process, for all of them.
         if run is None and divider != "DataLoaderDispatcher":
-            raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
+            raise UsageError(_NEEDS_RUN)
         return False
     if rank:
         return False  # rank 0 prints it for all
@@ -133,10 +134,7 @@ def _divider() -> str | None:
     return None
 
 
-_STATE = 1
-
-
-class _MapDataset(Dataset[Sample]):
+class _MapDataset(Closing, Dataset[Sample]):
     """What both datasets are: views that are taken again when asked, and the open parts they are read from."""
 
     def __init__(
@@ -222,14 +220,6 @@ class _MapDataset(Dataset[Sample]):
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError(f"this {type(self).__name__} was closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class CacheDataset(_MapDataset):
@@ -323,12 +313,11 @@ class EpochSampler(Sampler[int]):
         self._dataset = dataset
         self._shuffle, self._drop_last = parse_flag(shuffle, what="shuffle="), parse_flag(drop_last, what="drop_last=")
         self._seed = parse_whole(seed, what="seed=")
-        self.rank, self.world_size = world(rank, world_size)
+        self.rank, self.world_size = given(rank, world_size) or world()
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins."""
         if self.world_size > 1 and getattr(dataset, "run", None) is None:
-            raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
-        share(0, rank=self.rank, world_size=self.world_size)
+            raise UsageError(_NEEDS_RUN)
         self._warned = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -355,10 +344,10 @@ class _EpochIndices(Iterator[int]):
         self._sampler = sampler
         self._indices: Iterator[int] | None = None  # before the first index was asked for
         self._resume: Resume | None = None
-        self._state: dict[str, Any] = {"state": _STATE, "seed": sampler._seed, "shuffle": sampler._shuffle}
+        """Where this epoch began, once it is known which samples it has."""
         self._epoch: int | None = None
-        self._before = self._given = 0
-        """Positions of the order that all ranks had read before, and indices of this rank since."""
+        self._given = 0
+        """Indices of this rank since."""
 
     def __next__(self) -> int:
         if self._indices is None:
@@ -380,30 +369,32 @@ class _EpochIndices(Iterator[int]):
             sampler._warned = _check_sharded_once(rank=sampler.rank, world_size=sampler.world_size, run=run)
         # Somebody else may divide the indices of a sampler for all samples among the processes of the job, which is
         # right only if all of them use one snapshot.
-        shared = sampler.world_size > 1 or (run is not None and _processes() > 1)
-        samples = dataset.refresh(epoch=epoch if shared else None, sparing=self._resume is None)
+        shared = sampler.world_size > 1 or (
+            run is not None and initialised() and torch.distributed.get_world_size() > 1
+        )
+        resume, where = self._resume, None
+        samples = dataset.refresh(epoch=epoch if shared else None, sparing=resume is None)
         view = dataset._views.plain()
-        if self._resume is not None:
-            parts, samples = self._resume.parts, self._resume.samples
-        else:
-            parts = rows(view.parts)
-            if samples < sampler.world_size:
-                raise UsageError(f"{samples} samples are too few for {sampler.world_size} processes; pull more first")
-        self._state |= {"samples": samples, "parts": parts}
-        where = None if self._resume is None else _places(view, self._resume)
-        return self._sample_indices(samples, epoch, encode(dataset.version, 0), where)
+        if resume is not None:
+            where = places(view, resume)
+        elif samples < sampler.world_size:
+            raise UsageError(f"{samples} samples are too few for {sampler.world_size} processes; pull more first")
+        self._resume = resume or Resume(0, samples, rows(view.parts))
+        return self._sample_indices(self._resume, epoch, encode(dataset.version, 0), where)
 
-    def _sample_indices(self, samples: int, epoch: int, base: int, where: _Places | None) -> Iterator[int]:
+    def _sample_indices(
+        self, resume: Resume, epoch: int, base: int, where: Callable[[Int64s], Int64s] | None
+    ) -> Iterator[int]:
         sampler = self._sampler
         blocks = order(
-            samples,
+            resume.samples,
             shuffle=sampler._shuffle,
             seed=sampler._seed,
             epoch=epoch,
             rank=sampler.rank,
             world_size=sampler.world_size,
             drop_last=sampler._drop_last,
-            position=self._before,
+            position=resume.position,
         )
         for block in blocks:
             for index in (block if where is None else where(block)).tolist():
@@ -417,7 +408,11 @@ class _EpochIndices(Iterator[int]):
         With several ranks the state of each says the same once all have taken as many steps.
         """
         epoch = self._sampler.epoch if self._epoch is None else self._epoch
-        return {**self._state, "epoch": epoch, "position": self._before + self._given * self._sampler.world_size}
+        state = {"state": STATE, **self._order(), "epoch": epoch, "position": 0}
+        if (resume := self._resume) is None:
+            return state
+        reached = min(resume.samples, resume.position + self._given * self._sampler.world_size)
+        return state | resume._replace(position=reached)._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was called, with the samples of that epoch, although the cache has grown since.
@@ -425,56 +420,17 @@ class _EpochIndices(Iterator[int]):
         Raises :class:`UsageError` for what is no such state, or that of a sampler with another ``seed`` or ``shuffle``;
         the first index raises it where shards of that epoch were evicted.
         """
-        parts = state.get("parts") if isinstance(state, dict) else None
-        kinds = {"epoch": is_whole, "position": is_whole, "samples": is_whole if parts is not None else _is_none}
-        require_state(state, _STATE, kinds | {"parts": are_rows if parts is not None else _is_none}, of="EpochSamplers")
-        where = {"position": state["position"], "samples": state.get("samples"), "parts": parts}
-        if parts is not None and not is_resume(where):
+        began = isinstance(state, dict) and state.get("parts") is not None
+        kinds = {"epoch": is_whole, "position": is_whole} | ({"samples": is_whole, "parts": are_rows} if began else {})
+        require_state(state, kinds, of="EpochSamplers")
+        where = {name: state[name] for name in Resume._fields} if began else None
+        if not is_resume(where):
             raise UsageError("not a state of EpochSamplers: it has read more samples than its shards hold")
-        own = {name: self._state[name] for name in ("seed", "shuffle")}
-        require_order({name: state.get(name) for name in own}, own, of="EpochSampler")
+        own = self._order()
+        require_same({name: state.get(name) for name in own}, own, of="EpochSampler")
         self._epoch, self._indices, self._given = int(state["epoch"]), None, 0
         self._sampler.epoch = self._epoch + 1  # of an epoch that ended StatefulDataLoader asks for the next at once
-        self._before = int(state["position"])
-        self._resume = None if parts is None else Resume(self._before, int(state["samples"]), parts)
+        self._resume = Resume.of(where)
 
-
-_Places: TypeAlias = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-"""From the index of a sample in an earlier snapshot to its index in the present one; both int64, (k,)."""
-
-
-def _places(view: View, resume: Resume) -> _Places:
-    """Return the way from indices of the snapshot to resume to those of ``view``, the present one.
-
-    Raises :class:`UsageError` where shards of it were evicted.
-    """
-    there, _, gone = match_parts(view, resume)
-    if gone:
-        raise UsageError(
-            f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume were evicted since; begin the next epoch"
-            " with sampler.set_epoch(n)"
-        )
-    now = dict(zip((part.id for part in view.parts), _starts([part.samples for part in view.parts]), strict=True))
-    before = _starts([part.samples for part in there.parts])
-    shift = np.array([now[part.id] for part in there.parts], dtype=np.int64) - before
-
-    def places(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        moved: npt.NDArray[np.int64] = indices + shift[np.searchsorted(before, indices, side="right") - 1]
-        return moved
-
-    return places
-
-
-def _starts(counts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the index of the first sample of each part, (parts,)."""
-    return np.cumsum([0, *counts[:-1]], dtype=np.int64)
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _processes() -> int:
-    """Return the number of processes of torch.distributed; 1 if it is not initialised."""
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    def _order(self) -> dict[str, Any]:
+        return {"seed": self._sampler._seed, "shuffle": self._sampler._shuffle}

@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
-from cachetool.loaders.device import copied_ahead, parse_depth
+from cachetool.core.units import parse_whole
+from cachetool.loaders.device import copied_ahead
 from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.torch_values import TensorList
@@ -157,7 +158,8 @@ class DevicePrefetcher:
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
         check_batches(loader)
-        self._loader, self._device, self._depth = loader, parse_device(device), parse_depth(depth, "depth=")
+        self._loader, self._device = loader, parse_device(device)
+        self._depth = parse_whole(depth, what="depth=", least=1)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

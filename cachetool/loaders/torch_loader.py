@@ -9,15 +9,13 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import distributed
 
-from cachetool.core.block import Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_flag
-from cachetool.loaders.columns import texts
 from cachetool.loaders.loader import BaseLoader, CacheOrPaths
 from cachetool.loaders.ranks import launched
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
-from cachetool.loaders.torch_values import TensorList, shared_run, world
+from cachetool.loaders.torch_values import finished, initialised, shared_run, world
 
 __all__ = ["Loader"]
 
@@ -56,11 +54,11 @@ class Loader(BaseLoader[dict[str, Any]]):
     @property
     def _collective(self) -> bool:
         """See :class:`BaseLoader`."""
-        return _initialised() and (self._agree or self._given is None)
+        return initialised() and (self._agree or self._given is None)
 
     def _world(self) -> tuple[int, int]:
-        rank, world_size = self._given or world(None, None)
-        if self._agree and not _initialised() and max(world_size, launched()[1]) > 1:
+        rank, world_size = self._given or world()
+        if self._agree and not initialised() and max(world_size, launched()[1]) > 1:
             raise UsageError("agree=True: torch.distributed is not initialised; call init_process_group() before")
         return rank, world_size
 
@@ -92,17 +90,7 @@ class Loader(BaseLoader[dict[str, Any]]):
         )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for field in batch.schema:
-            column = batch.columns[field.name]
-            if not isinstance(column, Ragged):
-                out[field.name] = torch.from_numpy(column.view("<i8") if field.numpy.kind in "mM" else column)
-            elif column.shapes is None:
-                out[field.name] = texts(column, text=field.kind == "str")
-            else:
-                values = column.values.view("<i8") if field.numpy.kind in "mM" else column.values
-                out[field.name] = TensorList.of(torch.from_numpy(values), column.offsets, column.shapes)
-        return out
+        return {field.name: finished(field, batch.columns[field.name]) for field in batch.schema}
 
 
 def _signature() -> inspect.Signature:
@@ -113,10 +101,6 @@ def _signature() -> inspect.Signature:
 
 
 Loader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
-def _initialised() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _numbers(*values: int) -> torch.Tensor:

@@ -14,10 +14,20 @@ import torch
 from cachetool.core.block import Column, Ragged
 from cachetool.core.schema import Field
 from cachetool.loaders.columns import texts
-from cachetool.loaders.ranks import given, launched
+from cachetool.loaders.ranks import launched
 from cachetool.loaders.read.gather import Empty
 
-__all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "shared_run", "world"]
+__all__ = [
+    "Sample",
+    "Samples",
+    "TensorList",
+    "dtype_of",
+    "empty_tensors",
+    "finished",
+    "initialised",
+    "shared_run",
+    "world",
+]
 
 Sample: TypeAlias = dict[str, Any]
 
@@ -106,13 +116,14 @@ class Samples(Sequence[Sample]):
         return {name: column[at] for name, column in self.columns.items()}
 
 
-def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size as given, or those of torch.distributed, or of the launcher's environment."""
-    if (place := given(rank, world_size)) is not None:
-        return place
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return launched()
+def initialised() -> bool:
+    """Return True if this process is one of a job of torch.distributed."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world() -> tuple[int, int]:
+    """Rank and world size of torch.distributed, or of the launcher's environment."""
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialised() else launched()
 
 
 def shared_run() -> str | None:
@@ -151,12 +162,14 @@ def empty_tensors(tensors: dict[str, torch.Tensor]) -> Empty:
     return empty
 
 
-def finished(field: Field, column: Column, tensor: torch.Tensor | None) -> torch.Tensor | TensorList | list[Any]:
-    """What a batch holds for a column that was gathered into ``tensor``, or for bytes and str into plain memory."""
+def finished(field: Field, column: Column, tensor: torch.Tensor | None = None) -> torch.Tensor | TensorList | list[Any]:
+    """What a batch holds for a column: of numbers the ``tensor`` that it was gathered into, or its own memory."""
     if not isinstance(column, Ragged):
-        assert tensor is not None
-        return tensor
-    if column.shapes is not None:
-        assert tensor is not None
-        return TensorList.of(tensor, column.offsets, column.shapes)
-    return texts(column, text=field.kind == "str")
+        return _tensor(field, column) if tensor is None else tensor
+    if column.shapes is None:
+        return texts(column, text=field.kind == "str")
+    return TensorList.of(_tensor(field, column.values) if tensor is None else tensor, column.offsets, column.shapes)
+
+
+def _tensor(field: Field, values: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(values.view("<i8") if field.numpy.kind in "mM" else values)

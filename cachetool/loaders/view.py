@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
+from cachetool.formats.exported import SIDE_FOLDER
 
 if TYPE_CHECKING:
     from cachetool.cache import Shard, Snapshot
@@ -64,7 +65,8 @@ class ShardFile(NamedTuple):
     @property
     def extents_name(self) -> str:
         """The same as text."""
-        return f"{self.where}/.extents/{self.file}/{EXTENTS_FILE}" if self.file else f"{self.where}/{EXTENTS_FILE}"
+        side = f"{self.where}/{SIDE_FOLDER}/{self.file}" if self.file else self.where
+        return f"{side}/{EXTENTS_FILE}"
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def test_a_path_and_floats_of_bytes_are_taken_by_a_pull(tmp_path: Path) -> None:
         assert first.samples == 5
         with pytest.raises(UsageError, match=r"--samples 5\.0 is not a whole number"):
             cache.pull(source, samples=5.0)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match=r"unknown option 'field'; there are .*\bfields\b"):
+        with pytest.raises(UsageError, match="unknown option 'field'; do you mean fields="):
             cachetool.BackgroundPull(cache, source, field=["x"])
         with cachetool.BackgroundPull(cache, source), Loader(cache, batch_size=4, min_samples=20) as loader:
             assert sum(len(batch["npy"]) for batch in loader) == 20

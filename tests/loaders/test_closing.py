@@ -290,15 +290,12 @@ def test_the_pipe_of_a_child_that_ended_is_closed_once_by_a_loader_that_a_handle
     os.close(writing)  # the child's: it ended
     files: list[int] = []
 
-    class Interrupted:
-        def register(self, *_: int) -> None: ...
+    def interrupted(*_: int) -> set[int]:
+        inherited.close()
+        files.append(os.open(os.devnull, os.O_RDONLY))  # which gets the number that is free now
+        return {reading}
 
-        def poll(self, _: int) -> list[tuple[int, int]]:
-            inherited.close()
-            files.append(os.open(os.devnull, os.O_RDONLY))  # which gets the number that is free now
-            return [(reading, 0)]
-
-    monkeypatch.setattr(forks.select, "poll", Interrupted)
+    monkeypatch.setattr(forks, "ready", interrupted)
     assert inherited.ended() == []
     assert files == [reading]
     os.close(files[0])  # it is still ours

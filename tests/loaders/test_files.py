@@ -147,6 +147,9 @@ def test_a_damaged_description_is_named(cache: CacheDir, tmp_path: Path) -> None
         about.write_text(json.dumps({**value, "parts": [part]}))
         with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool writes"):
             Loader(tmp_path / "out", batch_size=4)
+    about.write_text(json.dumps({**value, "layout": 2}))
+    with pytest.raises(CorruptError, match=r"dataset\.json has layout 2, this cachetool reads layout 1"):
+        Loader(tmp_path / "out", batch_size=4)
     shard = cache.shards()[0].path
     (shard / "shard.json").write_text((shard / "shard.json").read_text().replace('"samples": 20', '"samples": 21'))
     with pytest.raises(CorruptError, match=r"shard\.json is not what cachetool writes"):

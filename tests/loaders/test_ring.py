@@ -13,7 +13,7 @@ import pytest
 
 from cachetool.loaders.read.arena import HUGE
 from cachetool.loaders.ring.ring import Ring, RingWriter
-from cachetool.proc.boot import boot
+from cachetool.proc.parent import boot
 
 
 @pytest.fixture
@@ -106,6 +106,6 @@ def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWr
 
 
 def test_a_keeper_that_is_told_to_stop_before_anything_else_ends_without_a_word() -> None:
-    command = [sys.executable, "-c", boot("cachetool.loaders.feed.feeder")]
+    command = [sys.executable, "-c", boot("cachetool.loaders.feed.feeder:main()")]
     ended = subprocess.run(command, input=b'{"id": 0, "do": "stop"}\n', capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

@@ -75,6 +75,29 @@ def test_an_epoch_goes_on_on_another_number_of_ranks(cache: CacheDir) -> None:
     assert len(set(seen)) == len(seen) == 58
 
 
+def test_a_state_that_was_loaded_is_given_back_whole_before_the_first_index(cache: CacheDir) -> None:
+    dataset, indices = begun(cache, epoch=2)
+    with dataset:
+        numbers(dataset, islice(indices, 31))
+        state = indices.state_dict()
+    dataset, indices = begun(cache)
+    with dataset:
+        indices.load_state_dict(state)
+        assert indices.state_dict() == state
+
+
+def test_an_epoch_that_ended_is_over_on_ranks_that_took_a_step_more(cache: CacheDir) -> None:
+    put(cache, [60])
+    dataset, indices = begun(cache, rank=0, world_size=2, drop_last=False)
+    with dataset:
+        assert len(numbers(dataset, indices)) == 31
+        state = indices.state_dict()
+    dataset, indices = begun(cache, rank=0, world_size=2, drop_last=False)
+    with dataset:
+        indices.load_state_dict(state)
+        assert numbers(dataset, indices) == []
+
+
 def test_an_epoch_whose_shards_were_evicted_is_refused(cache: CacheDir) -> None:
     dataset, indices = begun(cache)
     with dataset:

@@ -108,7 +108,7 @@ def test_a_daemon_without_standard_streams_pulls_and_trains(closed: str, tmp_pat
 
 
 def test_closed_streams_are_opened_for_children_too(tmp_path: Path) -> None:
-    code = "import os; from cachetool.proc.streams import keep_standard_streams as keep; keep(); keep()\n"
+    code = "import os; from cachetool.proc.lines import keep_standard_streams as keep; keep(); keep()\n"
     code += "told = [(os.readlink(f'/proc/self/fd/{n}'), os.get_inheritable(n)) for n in range(3)]\n"
     code += "open('told', 'w').write(str([name == '/dev/null' and inherited for name, inherited in told]))"
 

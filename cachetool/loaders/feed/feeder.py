@@ -29,10 +29,7 @@ it later. So whatever a transform does in a feeder (keep the GIL, fork, wait for
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -49,15 +46,14 @@ from cachetool.loaders.ring.ring import RingWriter
 from cachetool.loaders.ring.slot import SlotWriter
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import View
-from cachetool.proc.lines import Lines
-from cachetool.proc.streams import keep_standard_streams
+from cachetool.proc.child import end_with
+from cachetool.proc.lines import Lines, own_streams, ready, write_line
 
 __all__ = ["Place", "fork", "main"]
 
 
 _GRACE = 0.4
 """Seconds that the leader has to give its leases back once all are to end."""
-_PDEATHSIG = 1  # linux/prctl.h
 _LOOK = 0.5
 """Seconds between two looks at who the parent is, on kernels before 5.3."""
 
@@ -92,7 +88,7 @@ def fork(feeders: int, *, trainer: int, report: int, others: Sequence[int]) -> P
             failed = {"error": f"cannot start a feeder: {error.strerror}"}
             break
         if pid == 0:
-            _end_with(keeper)
+            end_with(keeper, gives_back=False)  # whatever a transform does here
             # Linux shares processors out by sessions: as one, all feeders would get what one thread gets.
             with contextlib.suppress(PermissionError):  # where a sandbox forbids it
                 os.setsid()
@@ -107,7 +103,7 @@ def fork(feeders: int, *, trainer: int, report: int, others: Sequence[int]) -> P
         os.close(fd)
     failed = _Keeper(pids, life).keep(trainer, failed=failed)
     with contextlib.suppress(BrokenPipeError):
-        os.write(report, json.dumps(failed).encode())
+        write_line(report, failed)
     os._exit(0)
 
 
@@ -136,11 +132,7 @@ class _Keeper:
 
     def _signals(self, seconds: float | None, *others: int) -> bytes:
         """Those that came, waited for; less when something else happens or the time is over."""
-        poll = select.poll()
-        for fd in (self._woken, *others):
-            poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(None if seconds is None else 1000 * seconds)}
-        return os.read(self._woken, 4096) if self._woken in ready else b""
+        return os.read(self._woken, 4096) if self._woken in ready(seconds, self._woken, *others) else b""
 
     def _died(self) -> tuple[int, int] | None:
         """Pid and exit code of a feeder, less than zero for a signal."""
@@ -166,13 +158,6 @@ class _Keeper:
     def _kill(self, pids: set[int]) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)  # nobody else can have its pid before we have waited for it
-
-
-def _end_with(keeper: int) -> None:
-    """Let the kernel kill this process when the one that forked it ends, whatever a transform does here."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:
-        os._exit(0)
 
 
 def _end_of(pid: int) -> list[int]:
@@ -209,16 +194,16 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the keeper waits for these two, whatever the training process does
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGTERM])
     _yield_to_training()
-    keep_standard_streams()
-    lines, report = Lines(os.dup(0)), os.dup(1)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # a transform, or a program that it runs, finds nothing to read
-    os.dup2(2, 1)
-    hello = json.loads(lines.read_line())
-    if hello.get("do") == "stop":
+    lines, report = own_streams()
+    hello = lines.wait()
+    if hello is None or hello.get("do") == "stop":
         return  # the training process was interrupted before it said hello
     settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
-    function = lines.exactly(hello["transform"])
+    function = bytearray(hello["transform"])
+    try:
+        lines.fill(memoryview(function))
+    except EOFError:
+        return
     others = [*rings, answers, lines.fd]
     number, life, plans, pids = fork(len(rings), trainer=hello["trainer"], report=report, others=others)
     for fd in set(others).difference([rings[number]] if number else [rings[0], answers, lines.fd]):
@@ -287,15 +272,13 @@ class _Follower:
 
     def run(self, life: int) -> None:
         """Until all are to end."""
-        poll = select.poll()
-        for fd in (self._plans.fd, life):
-            poll.register(fd, select.POLLIN)
-        while not any(fd == life for fd, _ in poll.poll()):
+        pipes = [self._plans.fd, life]
+        while life not in ready(None, *pipes):
             self._plans.receive()
             if self._plans.ended:
-                poll.unregister(self._plans.fd)  # the leader has ended, after which we are told to
-            while (line := self._plans.next()) is not None:
-                plan = EpochPlan.from_json(json.loads(line), self._received)
+                pipes = [life]  # the leader has ended, after which we are told to
+            for value in self._plans:
+                plan = EpochPlan.from_json(value, self._received)
                 self._received = plan.view or self._received
                 self._mailbox.put(plan)
         os._exit(0)

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy.typing as npt
@@ -35,7 +34,6 @@ from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun, EpochPlan, Settings
 from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from cachetool.loaders.snapshots.follow import beside
-from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
 from cachetool.proc.lines import closed, rebuilt, shared
 
@@ -63,7 +61,7 @@ class InProcess:
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._pace = EpochTimes()
-        plan = self._waited(lambda: self._snapshots.begin(epoch, asked_for(resume)))
+        plan = self._waited(lambda: self._snapshots.begin(epoch, resume))
         assert plan.view is not None
         self._places.keep(plan.view)
         self._batches = self._maker.make(plan, plan.view, over=lambda: False)
@@ -74,7 +72,7 @@ class InProcess:
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        plan = self._waited(lambda: self._snapshots.prepare(epoch, asked_for(resume)))
+        plan = self._waited(lambda: self._snapshots.prepare(epoch, resume))
         return Begun.of(plan, self._settings)
 
     def refresh(self) -> None:
@@ -137,7 +135,7 @@ class InProcess:
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        return asdict(self._snapshots.state(generation, reached))
+        return self._snapshots.state(generation, reached)
 
     def close(self) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`. In the middle of a call, as of a signal's handler, that
@@ -174,13 +172,13 @@ class InProcess:
 
     def _waited(self, attempt: Callable[[], EpochPlan]) -> EpochPlan:
         settings = self._settings
-        until, talk = time.monotonic() + settings.wait, Talk(settings.root, settings.wait, dataset=settings.dataset)
+        talk = Talk(settings.root, settings.wait, dataset=settings.dataset)
         while True:
             try:
                 with self._using():
                     return attempt()
             except NotYet as short:
-                if time.monotonic() >= until:
+                if talk.over:
                     raise given_up(settings, short) from None
                 talk.tell(short)
             time.sleep(_POLL)

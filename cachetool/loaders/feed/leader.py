@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from cachetool.cache.history import Delivered
 from cachetool.loaders.feed.batches import Mailbox
 from cachetool.loaders.settings import Begun, EpochPlan, Settings
 from cachetool.loaders.snapshots.epochs import EpochSnapshots
-from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
 from cachetool.loaders.view import View
-from cachetool.proc.lines import Lines, described, write_line
+from cachetool.proc.lines import Lines, described, ready, write_line
 
 __all__ = ["Leader"]
 
@@ -48,7 +43,7 @@ class Leader:
         self._woken, self._wake = os.pipe()
         self._made_generation = 0
         self._sent: View | None = None
-        self._pending: tuple[dict[str, Any], float, Talk] | None = None
+        self._pending: tuple[dict[str, Any], Talk] | None = None
 
     def made(self, generation: int) -> None:
         """Called by the main thread."""
@@ -67,12 +62,8 @@ class Leader:
     def run(self, life: int) -> None:
         """Until the training process ends, or all are to end."""
         self._say({"id": 0, "feeders": self._pids})
-        poll = select.poll()
-        for fd in (self._lines.fd, self._woken, life):
-            poll.register(fd, select.POLLIN)
         while True:
-            while (line := self._lines.next()) is not None:
-                asked = json.loads(line)
+            for asked in self._lines:
                 if asked["do"] in ("left", "half_delivered"):  # said at any time, also while an answer is waited for
                     getattr(self._snapshots, asked["do"])(asked["generation"])
                     continue
@@ -85,15 +76,15 @@ class Leader:
             wait = _POLL if self._pending else self._snapshots.tick()
             if self._snapshots.has_unfinished:
                 wait = min(wait or _SOON, _SOON)
-            ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
-            if not ready and self._snapshots.has_unfinished:
+            pipes = ready(wait, self._lines.fd, self._woken, life)
+            if not pipes and self._snapshots.has_unfinished:
                 self._snapshots.finish_epochs()
-            if self._woken in ready:
+            if self._woken in pipes:
                 os.read(self._woken, 4096)
                 self._snapshots.made(self._made_generation)
-            if self._lines.fd in ready:
+            if self._lines.fd in pipes:
                 self._lines.receive()
-            if self._lines.ended or life in ready:
+            if self._lines.ended or life in pipes:
                 self._leave()
 
     def _answer(self, asked: dict[str, Any]) -> None:
@@ -117,26 +108,21 @@ class Leader:
             write_line(self._answers, value)
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
-        now = time.monotonic()
-        _, until, talk = self._pending or (
-            asked,
-            now + self._settings.wait,
-            Talk(self._settings.root, self._settings.wait, dataset=self._settings.dataset),
-        )
-        if now >= until:
+        settings = self._settings
+        _, talk = self._pending or (asked, Talk(settings.root, settings.wait, dataset=settings.dataset))
+        if talk.over:
             self._pending = None
-            self._say({"id": asked["id"], "error": described(given_up(self._settings, short))})
+            self._say({"id": asked["id"], "error": described(given_up(settings, short))})
             return
         talk.tell(short)
-        self._pending = asked, until, talk
+        self._pending = asked, talk
 
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        resume = asked_for(asked.get("resume"))
         match asked["do"]:
             case "begin":
-                plan = self._snapshots.begin(asked["epoch"], resume)
+                plan = self._snapshots.begin(asked["epoch"], asked["resume"])
             case "prepare":
-                plan = self._snapshots.prepare(asked["epoch"], resume)
+                plan = self._snapshots.prepare(asked["epoch"], asked["resume"])
             case "delivered":
                 generation = asked["generation"]
                 self._snapshots.half_delivered(generation)
@@ -149,7 +135,7 @@ class Leader:
             case "regain":
                 return {"regained": self._snapshots.regain(asked["generation"])}
             case "state":
-                return {"state": asdict(self._snapshots.state(asked["generation"], asked["reached"]))}
+                return {"state": self._snapshots.state(asked["generation"], asked["reached"])}
             case unknown:
                 raise AssertionError(unknown)
         return Begun.of(plan, self._settings).to_json()

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import select
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,9 +29,8 @@ from cachetool.loaders.ring.memory import supported
 from cachetool.loaders.ring.ring import Lock, Ring
 from cachetool.loaders.ring.slot import Batch, SlotReader
 from cachetool.loaders.settings import Begun, Settings
-from cachetool.proc.boot import boot, started
-from cachetool.proc.lines import closed, rebuilt, shared
-from cachetool.proc.streams import keep_standard_streams
+from cachetool.proc.lines import Lines, closed, keep_standard_streams, ready, rebuilt, shared, write_line
+from cachetool.proc.parent import begin, how_ended
 
 __all__ = ["Processes"]
 
@@ -68,9 +64,6 @@ _HINTS: dict[int, str] = {
 _LIMITS = {errno.EMFILE: " (ulimit -n)", errno.ENOMEM: " (ulimit -v)", errno.EFBIG: " (ulimit -f)"}
 """The limit that forbids the memory of a feeder."""
 
-_STOP = json.dumps({"id": 0, "do": "stop"}).encode() + b"\n"
-"""A child that was forked meanwhile has the pipe too, so that its end alone would come late."""
-
 
 class Processes:
     """A :class:`~cachetool.loaders.feed.protocol.Feed` of ``feeders`` child processes."""
@@ -88,13 +81,11 @@ class Processes:
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
         self._asked = 0
-        self._received = b""
         self._telling, self._left = False, 0
         self._pace = EpochTimes()
-        self._poll = select.poll()  # a trainer may have more descriptors than select takes
-        self._answers, answers = os.pipe()
+        reading, answers = os.pipe()
+        self._answers = Lines(reading)
         try:
-            self._poll.register(self._answers, select.POLLIN)
             self._make_rings(feeders)
             self._start(settings, transform, answers)
         except BaseException:
@@ -121,11 +112,8 @@ class Processes:
 
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]
-        self._keeper = started(
-            [sys.executable, "-c", boot("cachetool.loaders.feed.feeder")],
-            pass_fds=(answers, *rings),
-            env=_environment(),
-        )
+        call = "cachetool.loaders.feed.feeder:main()"
+        self._keeper = begin(call, gives_back=None, pass_fds=(answers, *rings), env=_environment())
         hello = {
             "settings": settings.to_json(),
             "trainer": self.pid,
@@ -133,7 +121,7 @@ class Processes:
             "answers": answers,
             "transform": len(transform),
         }
-        self._write(json.dumps(hello).encode() + b"\n" + transform)
+        self._write(hello, transform)
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -173,9 +161,9 @@ class Processes:
 
     def _note(self, what: str, generation: int) -> None:
         """Tell the leader by one write, which nothing comes in between of."""
-        line = json.dumps({"id": 0, "do": what, "generation": generation}).encode() + b"\n"
+        line = {"id": 0, "do": what, "generation": generation}
         with contextlib.suppress(OSError, ValueError, AttributeError):  # whoever needs the leader will hear of its end
-            os.write(self._keeper.stdin.fileno(), line)  # type: ignore[union-attr]
+            write_line(self._keeper.stdin.fileno(), line)  # type: ignore[union-attr]
 
     def regain(self, generation: int) -> bool:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -240,35 +228,33 @@ class Processes:
             return
         assert keeper.stdout is not None
         try:
-            report = json.loads(keeper.stdout.read() or b"{}")
-        except ValueError:  # a signal's handler closed it
+            report = Lines(keeper.stdout.fileno()).wait() or {}
+        except (OSError, ValueError):  # a signal's handler closed it
             raise closed() from None
         self.close()
         if "error" in report:
             raise CacheToolError(report["error"])
         pid, code = report.get("died", (keeper.pid, keeper.returncode))
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = _HINTS.get(-code, "").format(self._cache_option)
-        raise CacheToolError(f"a feeder (pid {pid}) {how}{hint}; iterate again to start new ones")
+        raise CacheToolError(f"a feeder (pid {pid}) {how_ended(code)}{hint}; iterate again to start new ones")
 
     def _tell(self, what: str, **values: Any) -> None:
         self._asked += 1
-        self._telling = True
-        try:
-            self._write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
-        finally:
-            self._telling = False
+        self._write({"id": self._asked, "do": what, **values})
         if self._left:
             self.left(self._left)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, value: dict[str, Any], *blocks: bytes) -> None:
         keeper = self._keeper
         if self.closed or keeper is None:
             raise closed()
         assert keeper.stdin is not None
         try:
-            keeper.stdin.write(data)
-            keeper.stdin.flush()
+            self._telling = True
+            try:
+                write_line(keeper.stdin.fileno(), value, *blocks)
+            finally:
+                self._telling = False
         except (BrokenPipeError, ValueError):
             self._await_end()
             raise
@@ -291,40 +277,39 @@ class Processes:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        while b"\n" not in self._received:
-            if not self._poll.poll(1000 * _LOOK) or self.closed:
-                self._check()
-                continue
+        while (answer := self._answers.next()) is None:
             try:
-                data = os.read(self._answers, 1 << 20)
-            except OSError:
+                if self.closed or not ready(_LOOK, self._answers.fd):
+                    self._check()
+                    continue
+                self._answers.receive()
+            except (OSError, ValueError):
                 self._check()  # a signal's handler closed it
                 raise
-            if not data:
+            if self._answers.ended:
                 self._await_end()
                 raise CacheToolError("a feeder closed its pipe")
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
         self.pids = answer.pop("feeders", self.pids)
-        return answer
+        return dict(answer)
 
     def close(self) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         if self.pid != os.getpid():
             return  # a forked copy: the feeders are the parent's
         self.closed = True
-        fd, self._answers = self._answers, -1
+        fd, self._answers.fd = self._answers.fd, -1
         if fd >= 0:
             os.close(fd)
         keeper, self._keeper = self._keeper, None  # a signal's handler may close in the middle of this
         rings, self._rings, self._readers = self._rings, [], []
         try:
             if keeper is not None and keeper.stdin is not None:
-                # The leader died, or a handler closes in the middle of a write, whose pipe cannot be closed then.
-                with contextlib.suppress(OSError, ValueError, RuntimeError):
-                    os.write(keeper.stdin.fileno(), _STOP)
-                    keeper.stdin.close()
+                # The leader died; or a handler closes in the middle of a write, whose pipe must stay open then.
+                with contextlib.suppress(OSError, ValueError):
+                    # A child that was forked meanwhile has the pipe too, so that its end alone would come late.
+                    write_line(keeper.stdin.fileno(), {"id": 0, "do": "stop"})
+                    if not self._telling:
+                        keeper.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     keeper.wait(_GRACE)
         finally:  # a second Ctrl-C does not wait, and leaves nothing behind

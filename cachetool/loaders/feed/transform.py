@@ -39,7 +39,7 @@ def dumps(function: Function) -> bytes:
         ) from error
 
 
-def loads(data: bytes) -> Function:
+def loads(data: bytes | bytearray) -> Function:
     """The function that :func:`dumps` was given, by the process that started this one. One that cannot be had here
     raises why when it is called, where whoever waits for its first batch hears of it."""
     import cloudpickle

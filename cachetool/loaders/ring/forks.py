@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 from cachetool.cache.forking import members
+from cachetool.proc.lines import ready
 
 __all__ = ["Inherited", "drop_in_child", "watch"]
 
@@ -49,10 +49,7 @@ class Inherited:
 
     def ended(self) -> list[int]:
         """The kept slots that no child looks at any more."""
-        poll = select.poll()
-        for pipe, _ in self.children:
-            poll.register(pipe, select.POLLIN)
-        over = [pipe for pipe, _ in poll.poll(0)]
+        over = ready(0, *(pipe for pipe, _ in self.children))
         for child in [child for child in self.children if child[0] in over]:
             with contextlib.suppress(ValueError):  # close(), in a signal's handler, was first
                 self.children.remove(child)  # in place: another thread may fork and add one

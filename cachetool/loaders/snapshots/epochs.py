@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,11 +72,12 @@ class EpochSnapshots:
         self._over: list[tuple[_EpochSnapshot, Delivered | None]] = []
         """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
 
-    def begin(self, epoch: int, resume: Resume | None = None) -> EpochPlan:
+    def begin(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
         """Start an epoch on the snapshot taken for it, else on the newest, or on what is left of an earlier one.
 
         Raises :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
+        resume = Resume.of(left_over)
         if self._fits(epoch, resume):
             if self._reading is not None:  # which was broken off
                 self._cut()
@@ -96,9 +97,10 @@ class EpochSnapshots:
         self._ahead, self._until, self._awaited = None, None, {"made", "half"}
         return ahead.plan
 
-    def prepare(self, epoch: int, resume: Resume | None = None) -> EpochPlan:
+    def prepare(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
         """The plan that :meth:`begin` then starts; the present one if that is of this epoch and nothing is resumed.
         Raises what :meth:`begin` does."""
+        resume = Resume.of(left_over)
         if self._reading is not None and self._reading.plan.epoch == epoch and resume is None:
             return self._reading.plan
         if not self._fits(epoch, resume):
@@ -150,7 +152,7 @@ class EpochSnapshots:
             snapshot, pace = self._over.pop(0)
             self._done_with(snapshot.lease, pace)
 
-    def state(self, generation: int, reached: int) -> Resume:
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
         """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
         :class:`UsageError` when another one was begun meanwhile."""
         snapshot = self._begun
@@ -158,9 +160,9 @@ class EpochSnapshots:
             raise UsageError("the epoch whose state is asked for is over: another one was begun")
         plan, parts = snapshot.plan, snapshot.parts
         if not plan.lost:
-            return Resume(reached, plan.samples, parts)
+            return Resume(reached, plan.samples, parts)._asdict()
         positions, _ = plan.left(self._settings)
-        return Resume(int(positions[reached]), plan.of[0], parts)
+        return Resume(int(positions[reached]), plan.of[0], parts)._asdict()
 
     def left(self, generation: int) -> None:
         """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""

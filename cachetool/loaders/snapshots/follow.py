@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from cachetool.cache import CacheDir, Snapshot, open_cache
 from cachetool.cache.history import Delivered
-from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_text
 from cachetool.loaders.snapshots.plain_files import located, shards_at
 from cachetool.loaders.snapshots.waiting import wait_for_samples
@@ -213,13 +212,11 @@ def subscribe(
     cache_or_paths: CacheDir | str | Path | Sequence[str | Path], *, dataset: str | None, run: str | None
 ) -> Subscription:
     """Follow a dataset of a cache; or read shards outside any, such as ``cachetool convert --out`` writes."""
-    root, paths = located(cache_or_paths)
+    root, paths = located(cache_or_paths, dataset)
     if not paths:
         return CacheSubscription(
             cache_or_paths if isinstance(cache_or_paths, CacheDir) else root, dataset=dataset, run=run
         )
-    if dataset is not None:
-        raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
     return shards_at(paths)
 
 

@@ -11,12 +11,11 @@ They are read without a cache and never change: one view, nothing leased, nothin
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
@@ -24,16 +23,14 @@ from cachetool.cache.layout import SHARD_FILE, Layout, place_of, root_of
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.core.errors import CorruptError, UsageError
-from cachetool.core.names import Name
 from cachetool.core.schema import Schema
 from cachetool.core.text import shown
 from cachetool.formats import get_format
+from cachetool.formats.exported import DATASET_FILE, parse_dataset
 from cachetool.loaders.view import ShardFile, View
 from cachetool.proc.folders import read_json
 
-__all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
-
-DATASET_FILE = "dataset.json"
+__all__ = ["FileSubscription", "is_shards", "located", "shards_at"]
 
 
 class FileSubscription:
@@ -81,10 +78,13 @@ def is_shards(path: Path) -> bool:
     return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path, {})
 
 
-def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tuple[Path, tuple[Path, ...]]:
+def located(
+    cache_or_paths: CacheDir | str | Path | Sequence[str | Path], dataset: str | None
+) -> tuple[Path, tuple[Path, ...]]:
     """The folder of a cache, or where shards are: then that of the first of them too, and all of them.
 
-    A folder that is empty or not there yet is one of a cache. Raises what :func:`shards_at` raises.
+    A folder that is empty or not there yet is one of a cache. Raises :class:`UsageError` for shards with a ``dataset``,
+    and what :func:`shards_at` raises.
     """
     if isinstance(cache_or_paths, CacheDir):
         return cache_or_paths.root, ()
@@ -108,6 +108,8 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
         ) from None
     paths = tuple(root_of(path).absolute() for path in named)
     shards_at(paths)
+    if dataset is not None:
+        raise UsageError(f"{paths[0]} is a folder of plain files, which hold one dataset; leave out dataset=")
     return paths[0], paths
 
 
@@ -139,14 +141,10 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
             where = f"{part.where}/{part.file}" if part.file else part.where
             if where in parts:
                 raise UsageError(f"{where} comes twice; name it once")
-            parts[where] = part if len(paths) == 1 else _renamed(part, where)
+            # Under a name that no part of another folder has.
+            parts[where] = part if len(paths) == 1 else part._replace(id=where)
     assert schema is not None
     return FileSubscription(schema, tuple(parts.values()))
-
-
-def _renamed(part: ShardFile, id: str) -> ShardFile:
-    """The part under a name that no part of another folder has."""
-    return ShardFile(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
 
 
 _Datasets = dict[Path, tuple[Schema, dict[str, ShardFile]]]
@@ -189,37 +187,25 @@ def _listed(path: Path, datasets: _Datasets) -> bool:
 
 def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
     """What ``cachetool convert --out`` wrote."""
-    about = folder / DATASET_FILE
-
-    def parse() -> tuple[Schema, list[ShardFile]]:
-        value = json.loads(read_json(about, links=True))
-        name = get_format(value["format"]).name
-        return Schema.from_json(value["schema"]), [_part(folder, name, entry) for entry in value["parts"]]
-
-    return _parsed(about, parse)
-
-
-def _part(folder: Path, format: str, value: dict[str, Any]) -> ShardFile:
-    file = value["file"]
-    if not Name.fits(file):
-        raise ValueError(f"{file!r} is not the name of a file")
-    return ShardFile(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
+    with _reading(folder / DATASET_FILE) as about:
+        dataset = parse_dataset(read_json(about, links=True))
+        name = get_format(dataset.format).name
+        files = [ShardFile(f.name, name, f.samples, f.content, str(folder), f.name) for f in dataset.files]
+        return dataset.schema, files
 
 
 def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
-    def parse() -> tuple[Schema, list[ShardFile]]:
+    with _reading(folder / SHARD_FILE):
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
-        samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
         where = folder.resolve() if folder.is_symlink() else folder  # a link that the user named is followed
-        part = ShardFile(value["id"], name, samples, content, str(where), digest=digest)
+        part = ShardFile(value["id"], name, value["samples"], value["content"], str(where), digest=value["digest"])
         return Schema.from_json(value["schema"]), [part]
 
-    return _parsed(folder / SHARD_FILE, parse)
 
-
-def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[ShardFile]]]) -> tuple[Schema, list[ShardFile]]:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Path]:
     try:
-        return parse()
+        yield path
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise CorruptError(f"{path} is not what cachetool writes: {error}") from error

@@ -1,57 +1,65 @@
-"""Taking an epoch up again: what it consisted of, and what of that is still there."""
+"""Resume: the states that loaders and samplers give, the checks of a state, and what is left of the epoch it is of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cachetool.core.errors import UsageError
 from cachetool.core.permutation import MAX_N
+from cachetool.core.ranges import Range, Ranges
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_whole
+from cachetool.loaders.order import Int64s
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots.waiting import say
 from cachetool.loaders.view import ShardFile, View
 
 __all__ = [
     "SAVED",
+    "STATE",
     "Resume",
     "are_rows",
-    "asked_for",
-    "match_parts",
     "is_count",
     "is_resume",
     "is_whole",
-    "require_order",
-    "require_seed",
+    "places",
+    "require_same",
     "require_state",
     "resumed",
+    "taken",
 ]
 
+STATE = 1
+"""Version of the states."""
 _LONGEST = 200
 """Characters of a selection in a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where an epoch is taken up again: the samples it had, and how many of its order were read."""
+class Resume(NamedTuple):
+    """Where an epoch is resumed: the samples it had, and how many of its order were read."""
 
     position: int
     samples: int
     parts: Sequence[Sequence[Any]]
     """Rows as :func:`~cachetool.loaders.settings.rows` gives them."""
 
+    @classmethod
+    def of(cls, value: Mapping[str, Any] | None) -> Resume | None:
+        """Return what a loader's state says of the epoch in the middle of which it was taken; None at an edge."""
+        return cls(**value) if value else None
 
-def asked_for(value: Mapping[str, Any] | None) -> Resume | None:
-    """What a loader's state says of an epoch in the middle of which it was taken; None of one at an edge."""
-    return Resume(**value) if value else None
+
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any], bool]], *, of: str) -> None:
-    """Raise :class:`UsageError` unless ``state`` is one of ``version`` that the class ``of`` gave: each of ``kinds``
-    says whether what the state has of that name can be."""
-    if not isinstance(state, Mapping) or not is_whole(state.get("state")) or state["state"] != version:
+def require_state(state: object, kinds: Mapping[str, Callable[[Any], bool]], *, of: str) -> None:
+    """Raise :class:`UsageError` unless ``state`` is one that the class ``of`` gave: each of ``kinds`` says whether what
+    the state has of that name can be."""
+    if not isinstance(state, Mapping) or not is_whole(state.get("state")) or state["state"] != STATE:
         raise UsageError(f"not a state of this version's {of}; load what state_dict() gave")
     for name, good in kinds.items():
         if not good(state.get(name)):
@@ -60,14 +68,10 @@ def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any
             )
 
 
-def require_order(saved: Mapping[str, Any] | None, here: Mapping[str, Any], *, of: str) -> None:
-    """Raise :class:`UsageError` where an epoch that is gone on with would have other samples, or another order, than
-    its state says; earlier versions saved less."""
-    if not isinstance(saved, Mapping | None):
-        raise UsageError(f"not a state of {of}s: its 'order' is {shown(saved)}; load what state_dict() gave")
-    # A state has no selection where there was none.
-    saved = {"where": None, **(saved or {})} if "where" in here else saved
-    for name, value in (saved or {}).items():
+def require_same(saved: Mapping[str, Any], here: Mapping[str, Any], *, of: str) -> None:
+    """Raise :class:`UsageError` where the class ``of`` has another setting here than a state was made with: the epoch
+    would have other samples, or another order."""
+    for name, value in saved.items():
         if not isinstance(value, str | float | int | None) or here.get(name) != value:
             was, has = (_given(name, setting) for setting in (value, here.get(name)))
             raise UsageError(f"the state was made with {name}={was}, this {of} has {has}; make it with {name}={was}")
@@ -78,16 +82,6 @@ def _given(name: str, setting: object) -> str:
     if name == "where" and isinstance(setting, str):
         return setting if len(setting) <= _LONGEST else f"{setting[:_LONGEST]}..."
     return shown(False if is_one_of(setting, ("no",)) else setting)
-
-
-def require_seed(saved: object, here: int, *, of: str) -> None:
-    """Raise :class:`UsageError` unless the seed that a state has is that of the class ``of`` here."""
-    try:
-        same = parse_whole(saved, what="") == here
-    except UsageError:
-        same = False
-    if not same:
-        raise UsageError(f"the state was made with seed={shown(saved)}, this {of} has {here}")
 
 
 def is_whole(value: object) -> bool:
@@ -117,42 +111,76 @@ def are_rows(value: object) -> bool:
 
 
 def is_resume(value: object) -> bool:
-    """Whether it says where an epoch is taken up again, or is empty."""
-    if value is None:
-        return True
+    """Whether it says where an epoch is resumed, or is empty."""
     if not isinstance(value, Mapping):
-        return False
-    if not value:
-        return True
+        return value is None
     try:
-        resume = Resume(**value)
+        resume = Resume.of(value)
     except TypeError:
         return False
+    if resume is None:
+        return True
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
     return inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
 
 
-def match_parts(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
-    """What is there now of the samples of an earlier snapshot, in its order; the ranges of indices that are not; and
-    the parts that they were.
+SAVED: dict[str, Callable[[Any], bool]] = {
+    "epoch": is_whole,
+    "taken": lambda value: value is None or is_count(value),
+    "order": lambda value: isinstance(value, dict | None),
+    "resume": is_resume,
+}
+"""What a loader's state has, and whether a value of it can be."""
+
+
+def taken(state: Mapping[str, Any]) -> int:
+    """Return how many batches of its epoch a state has behind it, of a loader or of its epochs of fixed length."""
+    batches: int = state["at"] if "at" in state else state["taken"] if state["resume"] else 0
+    return batches
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def _left(view: View, resume: Resume) -> tuple[View, Ranges]:
+    """What ``view`` has of the samples of an earlier snapshot, in its order, and the ranges of indices that are lost.
 
     A part that was converted since has the same content.
     """
     by_id = {part.id: part for part in view.parts}
     by_content = {(part.content, part.samples): part for part in view.parts if part.content}
     parts: list[ShardFile] = []
-    lost: list[tuple[int, int]] = []
-    gone: list[str] = []
+    lost: list[Range] = []
     start = 0
     for id, _, samples, content, *_ in resume.parts:
         part = by_id.get(id) or by_content.get((content, samples))
         if part is None:
             lost.append((start, start + samples))
-            gone.append(id)
         else:
             parts.append(part)
         start += samples
-    return replace(view, parts=tuple(parts)), tuple(lost), gone
+    return replace(view, parts=tuple(parts)), tuple(lost)
+
+
+def _evicted(resume: Resume, lost: Ranges, way_out: str) -> UsageError:
+    return UsageError(f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {way_out}")
+
+
+def places(view: View, resume: Resume) -> Callable[[Int64s], Int64s]:
+    """Return the way from indices of the snapshot that a sampler resumes to those of ``view``, the present one; both
+    int64, (k,). Raises :class:`UsageError` where shards of it were evicted."""
+    there, lost = _left(view, resume)
+    if lost:
+        raise _evicted(resume, lost, "begin the next epoch with sampler.set_epoch(n)")
+    now = {part.id: start for part, start in zip(view.parts, view.starts.tolist(), strict=False)}
+    starts = np.array([now[part.id] for part in there.parts], dtype=np.int64)
+
+    def places(indices: Int64s) -> Int64s:
+        part, inside = there.find(indices)
+        moved: Int64s = starts[part] + inside
+        return moved
+
+    return places
 
 
 def resumed(
@@ -163,36 +191,26 @@ def resumed(
 
     Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
     """
-    view, lost, _ = match_parts(view, resume)
-    chooses = "split=" if settings.split is not None else "where=" if settings.where is not None else None
-    next_one = f"begin the next epoch with loader.epoch = {epoch + 1}"
-    if lost and settings.missing != "skip":
-        if not view.parts:
-            raise UsageError(
-                f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
-                f" another cache, or they were evicted since; {next_one}"
-            )
-        skip = "missing='skip' goes on without their samples" if chooses is None else next_one
-        raise UsageError(f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {skip}")
+    view, lost = _left(view, resume)
     if not lost:
         return EpochPlan(generation, epoch, view, count(view), resume.position)
+    chooses = "split=" if settings.split is not None else "where=" if settings.where is not None else None
+    next_one = f"begin the next epoch with loader.epoch = {epoch + 1}"
+    none_of = f"none of the {len(resume.parts)} shards of"
+    if settings.missing != "skip":
+        if not view.parts:
+            raise UsageError(
+                f"{none_of} the epoch to resume is in {settings.root}: the state is of another cache, or they were"
+                f" evicted since; {next_one}"
+            )
+        skip = "missing='skip' goes on without their samples" if chooses is None else next_one
+        raise _evicted(resume, lost, skip)
     if chooses is not None:
         raise UsageError(
             f"an epoch with {chooses} cannot go on without evicted shards: nobody knows which of their samples it had;"
             f" {next_one}"
         )
     if not view.parts:
-        say(
-            f"none of the {len(resume.parts)} shards of epoch {epoch} is left, which was to be resumed: it ends at once"
-        )
+        say(f"{none_of} epoch {epoch} is left, which was to be resumed: it ends at once")
     plan = EpochPlan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))
-
-
-SAVED: dict[str, Callable[[Any], bool]] = {
-    "epoch": is_whole,
-    "taken": lambda value: value is None or is_count(value),
-    "order": lambda value: value is None or isinstance(value, dict),
-    "resume": is_resume,
-}
-"""What a loader's state has, and whether a value of it can be."""

@@ -106,7 +106,13 @@ class Talk:
         """``wait``: seconds that it takes at most, from now on; ``dataset``: the one that was asked for by name."""
         self._root, self._dataset = Path(root), dataset
         self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
-        self._next = time.monotonic() + FIRST
+        now = time.monotonic()
+        self._next, self._until = now + FIRST, now + wait
+
+    @property
+    def over(self) -> bool:
+        """Whether it took as long as it may."""
+        return time.monotonic() >= self._until
 
     def tell(self, short: NotYet) -> None:
         """``short`` says what there is too little of; called again and again."""
@@ -154,13 +160,13 @@ def _who_pulls(root: Path, dataset: str | None, less: str) -> str:
     return f"no pull is drawing into this cache; {start}{f', or set {less}' if less else ''}"
 
 
-def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wait: float = WAIT) -> None:
+def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1) -> None:
     """Come back when ``dataset`` has ``least`` samples, or nobody pulls into it.
 
     Raises :class:`SourceError` with the pull's own error when that failed and there are too few samples, and after
-    ``wait`` seconds.
+    :data:`WAIT` seconds.
     """
-    deadline, talk = time.monotonic() + wait, Talk(cache.root, wait)
+    talk = Talk(cache.root, WAIT)
     while True:
         with cache.catalog.read() as connection:
             have = connection.execute(
@@ -175,8 +181,8 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
             if (error := _failure(states)) is not None:
                 raise error
             return
-        if time.monotonic() > deadline:
-            raise SourceError(f"no samples to train on after {wait:.0f} s; {_described(working[0])}")
+        if talk.over:
+            raise SourceError(f"no samples to train on after {WAIT:.0f} s; {_described(working[0])}")
         talk.tell(NotYet(f"{have} of {least} in {cache.root}"))
         time.sleep(_POLL)
 
