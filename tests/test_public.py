@@ -33,8 +33,11 @@ PUBLIC = {
     "cachetool.core.block": "BLOCK_BYTES Block Column Ragged",
     "cachetool.core.extents": "EXTENTS_FILE Extents FieldExtents",
     "cachetool.formats": "Format Reader Writer Written format_for format_names get_format",
-    "cachetool.sources": "Listing RateLimit ReadResult Probe Skipped Source SourceOptions image_size list_source"
-    " open_source",
+    "cachetool.core.options": "Address Declared MinEpochs On OnError Option Options Policy RoomWait Workers choice"
+    " declared takes",
+    "cachetool.sources.base": "Hurry Probe ReadResult Reading Skipped Source unhurried",
+    "cachetool.sources.options": "ImageSize Pixels SourceOptions image_size",
+    "cachetool.sources.registry": "check_place list_source open_source refuse_empty",
     "cachetool.stores": "Limits Object OrderedStore Store canonical local_path open_store redact scrub split_url",
     "cachetool.core.errors": "AccessDenied BadObject CacheToolError CapBlocked CapTooSmall CapacityError CatalogError"
     " CorruptError Interrupted MissingExtra NotFound SourceError Unreachable UsageError from_json to_json",

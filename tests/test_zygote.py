@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cachetool.proc.boot import started
+from cachetool.proc.parent import started
 from tests import zygote
 
 pytestmark = pytest.mark.skipif(

@@ -2,7 +2,7 @@
 each would spend 0.15 to 0.25 s of processor on NumPy and on our own modules before it does anything.
 
 A *zygote* is a process that has one thread, has imported much and used nothing. Whoever starts processes by
-:mod:`cachetool.proc.boot` in the tests, which is a pytest process, a command of :mod:`tests.commands` or a worker of
+:mod:`cachetool.proc.parent` in the tests, which is a pytest process, a command of :mod:`tests.commands` or a worker of
 one, asks its own zygote for each::
 
     starter --- the program, environment, folder, descriptors ---> zygote --- clone(CLONE_PARENT) ---> process
@@ -42,7 +42,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cachetool.proc import boot
+from cachetool.proc import parent
 
 __all__ = ["EXEC", "fork_zygote", "import_all", "use_zygote"]
 
@@ -154,7 +154,7 @@ def use_zygote() -> None:
     if _POSSIBLE and EXEC not in os.environ:
         ours = types.ModuleType("subprocess")
         vars(ours).update(vars(subprocess), Popen=_Popen)
-        vars(boot)["subprocess"] = ours
+        vars(parent)["subprocess"] = ours
 
 
 def _ready() -> _Zygote | None:
@@ -261,7 +261,8 @@ def _become(asked: dict[str, Any], received: list[int]) -> NoReturn:
         warnings.simplefilter("ignore")
     sys.argv[:] = ["-c"]
     _tell([sys.executable, *asked["flags"], "-c", asked["code"]])
-    if "cachetool.proc.child" in asked["code"]:  # it may start processes in its turn, which read files of others
+    if "cachetool.proc.child import main" in asked["code"] and not asked["flags"]:
+        # A worker: it may start processes in its turn, which read files of others.
         fork_zygote()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(asked["code"], vars(main))

@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from cachetool.cache import history
@@ -32,6 +31,7 @@ from cachetool.cache.records import read_shard_json, record_bound, seal, source_
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.core.errors import CacheToolError, CatalogError
 from cachetool.core.names import Id
+from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
 from cachetool.proc.disk import file_system, naming_inodes
 from cachetool.proc.folders import fsync_folder, tree_bytes, write_durable
@@ -63,7 +63,7 @@ class Origin:
     source: str | None = None
     url: str | None = None
     pass_number: int | None = None
-    draws: tuple[tuple[int, int], ...] = ()
+    draws: Ranges = ()
     """Ranges of positions of the pass, whether used or skipped."""
 
 
@@ -96,9 +96,7 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._open:
             self.abort()
 

@@ -34,6 +34,7 @@ from cachetool.cache.policies import Room
 from cachetool.cache.values import ForeignValue, check_row
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
+from cachetool.core.ranges import Ranges, pairs, total, union
 
 __all__ = [
     "Claim",
@@ -327,7 +328,7 @@ def finish(
     skipped: int,
     vanished: int = 0,
     fetched: int = 0,
-    gaps: Iterable[tuple[int, int]] = (),
+    gaps: Ranges = (),
 ) -> None:
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
     transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
@@ -423,9 +424,9 @@ class Copies:
     draws: str
     """As in the catalog: of thousands few are looked into."""
 
-    def ranges(self, source: SourceRow) -> tuple[tuple[int, int], ...]:
+    def ranges(self, source: SourceRow) -> Ranges:
         """Positions of that pass. Raises :class:`ForeignValue` for more than the source ever had."""
-        ranges = tuple((start, stop) for start, stop in json.loads(self.draws))
+        ranges = pairs(json.loads(self.draws))
         units = max([source.units, *(units for _, units, _ in source.past)])
         if not all(0 <= start <= stop <= units for start, stop in ranges):
             raise ForeignValue("shards", "draws", self.draws, f" of a source of {units} units")
@@ -484,22 +485,22 @@ class Reopened:
     """The newest error of that source; empty when there was none."""
 
 
-def reopen(connection: Connection, source: SourceRow, pass_number: int, ranges: Iterable[tuple[int, int]]) -> int:
+def reopen(connection: Connection, source: SourceRow, pass_number: int, ranges: Iterable[Sequence[int]]) -> int:
     """Open draws again whose samples were damaged; gives how many. Draws of an earlier pass are drawn again as such:
     the present pass has been past them, or goes around them."""
-    parts = [(start, stop) for start, stop in ranges if start < stop]
-    for start, stop in parts:
+    ranges = union(ranges)
+    for start, stop in ranges:
         _insert(connection, source, start, stop, reopened=True, pass_number=pass_number)
-    return sum(stop - start for start, stop in parts)
+    return total(ranges)
 
 
-def mark_tried(connection: Connection, job: str, claimed: Claim, barren: Sequence[tuple[int, int]]) -> None:
+def mark_tried(connection: Connection, job: str, claimed: Claim, barren: Ranges) -> None:
     """Before positions of a claim of reopened draws are finished: the ranges ``barren`` gave nothing again. They stay
     open for the next pull, ``job`` tries them no more, and no pass waits for them."""
     for start, stop in barren:
         _insert(connection, claimed.source, start, stop, reopened=True, pass_number=claimed.pass_number, tried=job)
-    count = sum(stop - start for start, stop in barren)
-    connection.execute("UPDATE sources SET skipped = skipped - ? WHERE id = ?", (count, claimed.source.id))  # not yet
+    query = "UPDATE sources SET skipped = skipped - ? WHERE id = ?"  # not yet
+    connection.execute(query, (total(barren), claimed.source.id))
 
 
 def reopened(connection: Connection) -> list[Reopened]:

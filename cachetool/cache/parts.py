@@ -16,6 +16,7 @@ from cachetool.cache.placing import Placed, carve
 from cachetool.cache.policies import Room
 from cachetool.cache.records import write_source_record
 from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.ranges import pairs
 
 __all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
 
@@ -116,7 +117,7 @@ def ready_shards(connection: Connection, source: str) -> list[Placed]:
         Placed(
             row["id"],
             row["pass_number"],
-            tuple((start, stop) for start, stop in json.loads(row["draws"])),
+            pairs(json.loads(row["draws"])),
             row["samples"],
             row["payload"],
             row["job"].partition(".")[0] if "." in (row["job"] or "") else None,

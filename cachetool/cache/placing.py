@@ -23,10 +23,10 @@ from cachetool.cache.admission import allow_growth
 from cachetool.cache.catalog import Connection, bump, next_seq
 from cachetool.cache.draws import Claim, SourceRow, finish, source_row
 from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.ranges import Ranges
 
 __all__ = [
     "Placed",
-    "Ranges",
     "carve",
     "enter",
     "forget_shards",
@@ -41,8 +41,6 @@ __all__ = [
     "release",
     "take_in",
 ]
-
-Ranges = tuple[tuple[int, int], ...]
 
 _LET_GO = "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL"
 """Opens claims of nodes again."""

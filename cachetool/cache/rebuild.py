@@ -18,7 +18,7 @@ import json
 import math
 import os
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,10 @@ from cachetool.cache.holders import holder_of, live_locks
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
-from cachetool.cache.records import Record, merged, read_shard_json, record_bound, unseal, without
+from cachetool.cache.records import Record, read_shard_json, record_bound, unseal
 from cachetool.core.errors import CacheToolError, CatalogError, UsageError
 from cachetool.core.names import Id
+from cachetool.core.ranges import Range, Ranges, difference, overlaps, pairs, union
 from cachetool.core.schema import Schema
 from cachetool.proc.disk import limit_error
 from cachetool.proc.folders import fsync_folder, tree_bytes
@@ -193,27 +194,21 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
     kept: list[Record] = []
     superseded = _torn(shards)
     lineages: set[str] = set()
-    draws_by_pass: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    draws_by_pass: dict[tuple[str, int], list[Range]] = {}
     for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
         if value["id"] in superseded:
             continue
         lineages.update(value.get("ancestors", ()))
-        ranges = merged(value["draws"]) if value["source"] is not None else []
+        ranges = union(value["draws"]) if value["source"] is not None else ()
         others = draws_by_pass.setdefault((value["source"], value["pass_number"]), [])
-        if value["lineage"] in lineages or any(_overlaps(others, start, stop) for start, stop in ranges):
+        if value["lineage"] in lineages or any(overlaps(others, start, stop) for start, stop in ranges):
             superseded.append(Id(value["id"]))
             continue
-        for start, stop in ranges:
-            insort(others, (start, stop))
+        for draws in ranges:
+            insort(others, draws)
         lineages.add(value["lineage"])
         kept.append(value)
     return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
-
-
-def _overlaps(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Return True if one of ``ranges``, which are sorted and apart, has a position of ``start`` to ``stop``."""
-    after = bisect_left(ranges, (stop,))
-    return after > 0 and ranges[after - 1][1] > start
 
 
 def _torn(shards: Sequence[Record]) -> list[Id]:
@@ -290,9 +285,9 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
     reopened = [
         (number, start, stop)
         for number, *draws in progress["reopened"]
-        for start, stop in without([draws], _draws_in_shards(kept, progress["id"], number))
+        for start, stop in difference([draws], _draws_in_shards(kept, progress["id"], number))
     ]
-    fresh = without(pending, [(start, stop) for number, start, stop in reopened if number == present])
+    fresh = difference(pending, [(start, stop) for number, start, stop in reopened if number == present])
     connection.executemany(
         "INSERT INTO claims (source, pass_number, start, stop, reopened) VALUES (?, ?, ?, ?, ?)",
         [(progress["id"], *claim, 1) for claim in reopened]
@@ -300,18 +295,16 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
     )
 
 
-def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
+def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, Ranges]:
     """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
     of shards that are here."""
     here = _draws_in_shards(kept, progress["id"], progress["pass_number"])
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
-    return frontier, without(pending, here)
+    return frontier, difference(pending, here)
 
 
-def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
+def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> Ranges:
     """The draws of a pass that are in shards."""
-    draws_of_pass = (
-        value["draws"] for value in kept if value["source"] == source and value["pass_number"] == pass_number
-    )
-    return [(start, stop) for draws in draws_of_pass for start, stop in draws]
+    shards = (value for value in kept if (value["source"], value["pass_number"]) == (source, pass_number))
+    return pairs(draws for value in shards for draws in value["draws"])

@@ -22,6 +22,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.values import fits
 from cachetool.core.names import Id, Name
+from cachetool.core.ranges import union
 from cachetool.core.text import shown
 from cachetool.proc.folders import fsync_folder, read_json, write_durable
 
@@ -34,7 +35,6 @@ __all__ = [
     "seal",
     "source_progress",
     "unseal",
-    "without",
     "write_source_record",
 ]
 
@@ -160,9 +160,9 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
         "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ? ORDER BY start",
         (row["id"], row["pass_number"]),
     )
-    pending = merged((claim["start"], claim["stop"]) for claim in claims)
+    pending = union(claims)
     if len(pending) > MOST_PENDING:
-        pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
+        pending = union(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
     reopened = connection.execute(
         "SELECT pass_number, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
         (row["id"], MOST_REOPENED),
@@ -173,35 +173,6 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
         "pending": pending,
         "reopened": [list(claim) for claim in reopened],
     }
-
-
-def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Ranges ``[start, stop)`` sorted, those that touch or overlap as one."""
-    out: list[list[int]] = []
-    for start, stop in sorted((start, stop) for start, stop in ranges):
-        if out and start <= out[-1][1]:
-            out[-1][1] = max(out[-1][1], stop)
-        elif start < stop:
-            out.append([start, stop])
-    return out
-
-
-def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the parts of ``ranges`` outside of ``taken``, sorted."""
-    left: list[list[int]] = []
-    holes, at = merged(taken), 0
-    for start, stop in merged(ranges):
-        while at < len(holes) and holes[at][1] <= start:
-            at += 1
-        hole = at
-        while hole < len(holes) and holes[hole][0] < stop:
-            if start < holes[hole][0]:
-                left.append([start, holes[hole][0]])
-            start = holes[hole][1]
-            hole += 1
-        if start < stop:
-            left.append([start, stop])
-    return left
 
 
 def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> None:

@@ -234,7 +234,6 @@ def leaseholders(connection: Connection) -> list[str]:
 class LeasedShards:
     """Shards that leases keep from going."""
 
-    ids: frozenset[str]
     sizes: tuple[int, ...]
     who: tuple[str, ...]
 
@@ -248,7 +247,7 @@ def held_back(connection: Connection, *, also: Collection[str] = ()) -> LeasedSh
     readers = leases(connection)
     leased = [row for row in going if any(lease.holds(row) for lease in readers)]
     who = dict.fromkeys(lease.who for lease in readers if any(lease.holds(row) for row in leased))
-    return LeasedShards(frozenset(row["id"] for row in leased), tuple(row["bytes"] for row in leased), tuple(who))
+    return LeasedShards(tuple(row["bytes"] for row in leased), tuple(who))
 
 
 def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, patience: float = PATIENCE) -> int:

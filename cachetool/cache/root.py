@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from cachetool.cache import holders, snapshots
@@ -24,6 +23,7 @@ from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
 from cachetool.cache.values import schema_of
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.schema import KEY, Schema
@@ -49,7 +49,7 @@ def _close_all() -> None:
             cache.close()
 
 
-class CacheDir:
+class CacheDir(Closing):
     """A cache folder. Made by :func:`cachetool.open_cache`; a context manager; for any thread, also in a forked child.
 
     A new cache is put on disk at the first use of its catalog, so that a command that fails before it leaves nothing.
@@ -356,14 +356,6 @@ class CacheDir:
             finally:
                 own.retire(signed_out=signed_out)
         self._catalog.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         _ = self._exists or self.catalog  # another process must find it on disk

@@ -16,7 +16,7 @@ from cachetool.cache.records import Record, read_shard_json
 from cachetool.core.errors import CorruptError
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
-from cachetool.formats.digest import ContentDigest, file_digests
+from cachetool.formats.digest import digest_of, file_digests
 from cachetool.formats.files import refused_link
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.formats.tfrecord_package import PackageReader
@@ -103,10 +103,9 @@ def _bad_checksums(folder: Path, value: Record) -> list[Fault]:
     name = EXTENTS_FILE if EXTENTS_FILE in value["files"] else CHECKSUMS_FILE
     schema = Schema.from_json(value["schema"])
     try:
-        digest = ContentDigest(schema)
-        digest.update(stored_checksums(folder, schema))
+        content = digest_of(schema, [stored_checksums(folder, schema)])
     except CorruptError as error:
         return [Fault("data", str(error), name)]
-    if digest.hexdigest() != value["content"]:
+    if content != value["content"]:
         return [Fault("data", "these are not the checksums of the samples that were committed", name)]
     return []

@@ -27,11 +27,12 @@ from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import mark, settings
 from cachetool.cache.rebuild import Found, open_draws, rebuild, scan, without_doubles
-from cachetool.cache.records import Record, without
+from cachetool.cache.records import Record
 from cachetool.cache.repair import misnamed, rename_back
 from cachetool.check.one_shard import bad_files
 from cachetool.core.errors import CacheToolError, CapTooSmall, CatalogError
 from cachetool.core.names import Id
+from cachetool.core.ranges import difference
 from cachetool.core.units import format_size, parse_size
 from cachetool.proc.folders import tree_bytes
 
@@ -275,8 +276,8 @@ def _source(connection: Connection, progress: Record, kept: list[Record]) -> Ite
     claims = connection.execute(
         "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ?", (row["id"], row["pass_number"])
     ).fetchall()
-    done = without([(0, row["frontier"])], [(claim["start"], claim["stop"]) for claim in claims])
+    done = difference([(0, row["frontier"])], claims)
     frontier, pending = open_draws(progress, kept)
-    committed = without([(0, frontier)], pending)
-    if without(committed, done) or (row["skipped"] <= progress["skipped"] and without(done, committed)):
+    committed = difference([(0, frontier)], pending)
+    if difference(committed, done) or (row["skipped"] <= progress["skipped"] and difference(done, committed)):
         yield f"{name} has other draws done in it than were committed"

@@ -67,6 +67,8 @@ def convert(
     output = Output(as_json=as_json, quiet=quiet)
     if source is None and dry_run:
         raise UsageError("--dry-run shows what of an INPUT would be read; name one")
+    if source is None:
+        options.refuse_input()
     if source is None and options.out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     if source is not None and not dry_run and (cache is not None or max_size is not None):

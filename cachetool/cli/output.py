@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -32,7 +31,7 @@ from cachetool.core.errors import CacheToolError, CapacityError, to_json
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.text import count, plain
 from cachetool.core.units import format_duration, format_size
-from cachetool.proc.streams import keep_standard_streams
+from cachetool.proc.lines import keep_standard_streams
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -301,9 +300,7 @@ class Lines(_Phases):
     def __enter__(self) -> Report:
         return self._step
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return
 
     def _step(self, step: Progress) -> None:
@@ -335,9 +332,7 @@ class Bars(_Phases):
         self._bar.start()
         return self._step
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def _step(self, step: Progress) -> None:

@@ -6,7 +6,6 @@ These are the classes of Ray actors, made and called by :mod:`cachetool.cluster.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import tempfile
 import threading
@@ -19,14 +18,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from cachetool.core.errors import CacheToolError, Interrupted, UsageError, to_json
+from cachetool.core.errors import Interrupted, UsageError, to_json
 from cachetool.core.names import Name
-from cachetool.proc.child import bug
-from cachetool.proc.disk import known_error
+from cachetool.proc.child import outcome_of
 from cachetool.proc.folders import write_piece
 from cachetool.proc.parent import GRACE, Child, stop
 from cachetool.proc.scratch import scratch
-from cachetool.proc.task import Message, Task
+from cachetool.proc.task import Message, Task, named
 
 __all__ = ["Agent", "Server", "version_here"]
 
@@ -67,30 +65,19 @@ class Server:
     def _answers(self, questions: Sequence[_Question]) -> list[Message]:
         try:
             if self._served is None:
-                module, _, name = self._target.partition(":")
-                if not module.startswith("cachetool."):
-                    raise CacheToolError(f"not a part of cachetool: {self._target}")
-                self._served = getattr(importlib.import_module(module), name)(**self._arguments)
+                self._served = named(self._target)(**self._arguments)
             with self._served.together():
                 return [self._one(question) for question in questions]
         except BaseException as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
             self._served = None  # what it knows may be ahead of what was written
-            return [_error_json(error)] * len(questions)
+            return [outcome_of(error)] * len(questions)
 
     def _one(self, question: _Question) -> Message:
         try:
             answer: Message = self._served.answer(question.node, question.message)
             return answer
         except Exception as error:  # noqa: BLE001 - the others have answers all the same
-            return _error_json(error)
-
-
-def _error_json(error: BaseException) -> Message:
-    if isinstance(error, CacheToolError):
-        return to_json(known_error(error) or error)
-    plain = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
-    plain.__traceback__ = error.__traceback__
-    return to_json(known_error(plain) or bug(plain))
+            return outcome_of(error)
 
 
 def version_here() -> str:
@@ -127,7 +114,7 @@ class Agent:
                     raise Interrupted("stopped")
                 child = self._children[number] = Child(Task(target, arguments))
         except Exception as error:  # noqa: BLE001 - the driver would wait for ever
-            self._say((number, _error_json(error)))
+            self._say((number, outcome_of(error)))
             return
         threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
 
@@ -175,10 +162,8 @@ class Agent:
                     child.answer(self._answer(name, child.asked[0]["ask"], answers))
                 child.check(ended=not more)
             outcome: Message = {"result": child.result or {}}
-        except CacheToolError as error:
-            outcome = to_json(error)
         except Exception as error:  # noqa: BLE001 - the driver would wait for ever
-            outcome = to_json(bug(error))
+            outcome = outcome_of(error)
         stop([child])
         del self._children[number]
         self._say((number, outcome))

@@ -25,10 +25,11 @@ import numpy.typing as npt
 from cachetool.cache import CacheDir, Claim, SourceRow, draws, placing
 from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
-from cachetool.cache.placing import Placed, Ranges
+from cachetool.cache.placing import Placed
 from cachetool.core.errors import Interrupted, UsageError
+from cachetool.core.ranges import Ranges, positions, runs
 from cachetool.proc.task import Message
-from cachetool.pull.claims import Own, claim_json, order_of_pass, positions, runs
+from cachetool.pull.claims import Own, claim_json, order_of_pass
 from cachetool.sources.base import Source
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import open_source

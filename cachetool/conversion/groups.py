@@ -28,6 +28,7 @@ from cachetool.cache.layout import cache_option
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import candidates, leaseholders
 from cachetool.cache.usage import measure
+from cachetool.core.ranges import between, joined, total
 
 __all__ = ["Piece", "Swap", "cuts", "groups", "is_exact", "origin_of", "room_for", "way_out"]
 
@@ -96,33 +97,16 @@ def cuts(upto: npt.NDArray[np.int64], most: int) -> list[int]:
 
 def is_exact(origin: Origin, samples: int) -> bool:
     """Whether it is known which sample is which draw: not where draws were skipped."""
-    return not origin.draws or sum(stop - start for start, stop in origin.draws) == samples
+    return not origin.draws or total(origin.draws) == samples
 
 
 def origin_of(origins: Mapping[str, Origin], ids: Sequence[str], start: int, stop: int, samples: int) -> Origin:
     """Where samples ``start`` to ``stop`` of a group come from; the draws in the order of their samples."""
     first = origins[ids[0]]
     draws = [part for id in ids for part in origins[id].draws]
-    if (start, stop) != (0, samples):
-        draws = _between(draws, start, stop)
-    joined: list[tuple[int, int]] = []
-    for low, high in draws:
-        if joined and joined[-1][1] == low:
-            joined[-1] = joined[-1][0], high
-        else:
-            joined.append((low, high))
-    return Origin(first.source, first.url, first.pass_number, tuple(joined))
-
-
-def _between(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """The part of ``ranges``, one after another, that samples ``start`` to ``stop`` are."""
-    out, at = [], 0
-    for low, high in ranges:
-        first, last = max(start - at, 0), min(stop - at, high - low)
-        if first < last:
-            out.append((low + first, low + last))
-        at += high - low
-    return out
+    if (start, stop) != (0, samples):  # else it may have more draws than samples
+        draws = [*between(draws, start, stop)]
+    return Origin(first.source, first.url, first.pass_number, joined(draws))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Staging, commit_together
-from cachetool.cache.catalog import Row
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
@@ -33,6 +32,7 @@ from cachetool.conversion.groups import Piece, Swap, cuts, groups, is_exact, ori
 from cachetool.core.block import Block
 from cachetool.core.errors import CapBlocked, CapTooSmall, CatalogError, CorruptError
 from cachetool.core.progress import Progress, Report
+from cachetool.core.ranges import pairs
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, check_content, check_samples, open_shard, shard_bound, verify_file
@@ -329,9 +329,7 @@ def _origins(cache: CacheDir) -> dict[str, Origin]:
         "SELECT s.id, s.source, s.pass_number, s.draws, o.url FROM shards s LEFT JOIN sources o ON o.id = s.source"
         " WHERE s.state = 'ready'"
     )
-    return {row["id"]: _origin(row) for row in rows}
-
-
-def _origin(row: Row) -> Origin:
-    draws = tuple((int(start), int(stop)) for start, stop in json.loads(row["draws"] or "[]"))
-    return Origin(row["source"], row["url"], row["pass_number"], draws)
+    return {
+        row["id"]: Origin(row["source"], row["url"], row["pass_number"], pairs(json.loads(row["draws"] or "[]")))
+        for row in rows
+    }

@@ -222,12 +222,6 @@ class Survey:
     """How many objects are not taken, by reason."""
     runs: list[tuple[int, int]]
     """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
-    size: int
-    """Bytes of one sample, by which they are cut."""
-
-    def step(self, part_bytes: int) -> int:
-        """Samples of a run of about ``part_bytes``."""
-        return min(self.samples, max(1, part_bytes // max(1, self.size)))
 
 
 def survey(description: Message, part_bytes: int) -> Survey:
@@ -252,7 +246,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
         skipped = tuple((str(name), str(why)) for name, why in description["skipped"])
         counts, runs = description["left_out_counts"], _runs(samples, size, part_bytes)
-        return Survey(schema, samples, not description["in_order"], skipped, counts, runs, size)
+        return Survey(schema, samples, not description["in_order"], skipped, counts, runs)
     source = open_input(description)
     try:
         size = source.schema.fixed_nbytes
@@ -260,7 +254,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
             first = next(source.blocks(0, min(source.samples, 256)))
             size = -(-first.nbytes // len(first))
         cuts = _runs(source.samples, size, part_bytes)
-        return Survey(source.schema, source.samples, True, (), {}, cuts, size)
+        return Survey(source.schema, source.samples, True, (), {}, cuts)
     finally:
         source.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +35,7 @@ def _folder(value: Any, *, what: str) -> Path:
     from cachetool.proc.disk import parse_location
 
     if not str(value).strip():
-        raise UsageError(f"the name of the folder to write is empty; name one with {what}")
+        raise UsageError("the name of the folder to write is empty; name one with --out")
     return Path(parse_location(value, what=what))
 
 
@@ -78,13 +77,14 @@ class ConvertOptions(SourceOptions):
         """Bytes of values in a shard or file."""
         return DEFAULT_PART if self.shard_size is None else parse_size(self.shard_size, what="--shard-size")
 
-    def of_files(self) -> Iterator[str]:
-        """The options given that say how an input is read, as they stand on the command line."""
-        for name, about in declared(SourceOptions).items():
-            if getattr(self, name) != about.default:
-                yield about.flag
-        if self.on_error != "error":
-            yield "--on-error"
+    def refuse_input(self) -> None:
+        """Raise :class:`UsageError` for options that say how an input is read."""
+        given = [about.flag for name, about in declared(SourceOptions).items() if getattr(self, name) != about.default]
+        given += [] if self.on_error == "error" else ["--on-error"]
+        if given:
+            raise UsageError(
+                f"{', '.join(given)}: for an INPUT with --out only; the samples of a cache are taken as they are"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

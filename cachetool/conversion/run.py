@@ -25,7 +25,7 @@ from cachetool.core.progress import Report, silent
 from cachetool.core.units import (
     parse_duration,
 )
-from cachetool.formats.digest import ContentDigest
+from cachetool.formats.digest import digest_of
 from cachetool.formats.shard import stored_checksums
 from cachetool.proc.task import Engine, Message
 from cachetool.sources.readers import notes_of
@@ -129,8 +129,8 @@ def convert(
         raise UsageError("name a cache, or both an input and --out")
     if source is not None and options.dataset is not None:
         raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
-    if source is None and (given := ", ".join(options.of_files())):
-        raise UsageError(f"{given}: for an INPUT with --out only; the samples of a cache are taken as they are")
+    if source is None:
+        options.refuse_input()
     wait = parse_duration(options.wait)
     contents: Survey | None = None
     if out is not None:
@@ -210,9 +210,5 @@ def _to_files(
 
 def content_digest(shards: Sequence[Shard]) -> str:
     """Content digest of all samples of these shards in order, free of how they are cut; empty for none."""
-    if not shards:
-        return ""
-    digest = ContentDigest(shards[0].schema)
-    for shard in shards:
-        digest.update(stored_checksums(shard.path, shard.schema))
-    return digest.hexdigest()
+    checksums = (stored_checksums(shard.path, shard.schema) for shard in shards)
+    return digest_of(shards[0].schema, checksums) if shards else ""

@@ -18,7 +18,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +28,10 @@ from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, CacheToolError, UsageError, from_json, to_json
 from cachetool.core.names import Name
 from cachetool.core.progress import Progress, Report
-from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
-from cachetool.formats.digest import ContentDigest
+from cachetool.formats.digest import digest_of
+from cachetool.formats.exported import DATASET_FILE, LAYOUT, SIDE_FOLDER
 from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
 from cachetool.proc.disk import too_long
 from cachetool.proc.folders import (
@@ -48,12 +48,11 @@ from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import WorkFolder
 from cachetool.proc.task import Channel, Engine, Message, Task
 from cachetool.pull.job import too_many
-from cachetool.sources.ours import DATASET_FILE, LAYOUT
 from cachetool.sources.readers import MAX_SKIPPED
 
 __all__ = ["export", "require_new", "sized", "write_parts"]
 
-_MADE, _DONE, _EXTENTS, _PLAN = Name("made"), Name("done"), Name(".extents"), Name("plan.json")
+_MADE, _DONE, _EXTENTS, _PLAN = Name("made"), Name("done"), Name(SIDE_FOLDER), Name("plan.json")
 
 
 def require_new(out: Path) -> None:
@@ -108,7 +107,16 @@ def export(
             report(Progress("convert", min(done, samples), samples, moved))
 
         count = max(1, min(pieces, len(todo))) if contents.random else 1
-        tasks = [_task(description, work, kind, compression, verify, todo[n::count]) for n in range(count)]
+        task = {
+            "description": description,
+            "folder": str(work.path.absolute()),
+            "token": work.token,
+            "to": kind.name,
+            "compression": compression,
+            "verify": verify,
+        }
+        call = "cachetool.conversion.to_files:write_parts"
+        tasks = [Task(call, {**task, "todo": todo[first::count]}) for first in range(count)]
         for outcome in (engine or LocalEngine()).run(tasks, on_message):
             finished |= {part["file"]: part for part in outcome["parts"]}
         left_out, unused = _left_out(finished.values())
@@ -119,7 +127,8 @@ def export(
             if not finished[name]["samples"]:  # none of its samples could be used
                 _remove_part(work.inside, name)
         parts = [{key: part[key] for key in _SAID} for name in names if (part := finished[name])["samples"]]
-        digest = _digest(folder, parts, schema)
+        sides = (side_folder(folder / part["file"]) for part in parts)
+        digest = digest_of(schema, (stored_checksums(side, schema, links=True) for side in sides))
         about = {
             "layout": LAYOUT,
             "format": kind.name,
@@ -129,39 +138,24 @@ def export(
             "content": digest,
             "parts": parts,
         }
-        remove(folder, Name(DATASET_FILE))  # of a run that was interrupted
-        write_durable(folder / DATASET_FILE, json.dumps(about, indent=1).encode())
-        fsync_folder(folder)
-        try:
-            put_in_place(folder, parent, out.name)
-        except FileExistsError as error:
-            raise UsageError(f"{out} was made by something else meanwhile; move it away, or name another --out") from (
-                error
-            )
-        except PermissionError as error:
-            raise UsageError(f"{out} cannot be made: {_why(error)}; name another --out") from error
+        _appear(folder, parent, out, about)
         work.remove()
     return parts, digest, contents
 
 
-def _task(
-    description: Message,
-    work: WorkFolder,
-    kind: Format,
-    compression: str | None,
-    verify: bool,
-    todo: list[tuple[int, int, int]],
-) -> Task:
-    arguments = {
-        "description": description,
-        "folder": str(work.path.absolute()),
-        "token": work.token,
-        "to": kind.name,
-        "compression": compression,
-        "verify": verify,
-        "todo": todo,
-    }
-    return Task("cachetool.conversion.to_files:write_parts", arguments)
+def _appear(folder: Path, parent: int, out: Path, about: Message) -> None:
+    """Let the folder with its ``dataset.json`` appear as ``out``, in ``parent``."""
+    remove(folder, Name(DATASET_FILE))  # of a run that was interrupted
+    write_durable(folder / DATASET_FILE, json.dumps(about, indent=1).encode())
+    fsync_folder(folder)
+    try:
+        put_in_place(folder, parent, out.name)
+    except FileExistsError as error:
+        raise UsageError(f"{out} was made by something else meanwhile; move it away, or name another --out") from (
+            error
+        )
+    except PermissionError as error:
+        raise UsageError(f"{out} cannot be made: {_why(error)}; name another --out") from error
 
 
 def write_parts(
@@ -176,25 +170,9 @@ def write_parts(
     todo: list[tuple[int, int, int]],
 ) -> Message:
     """The task of one worker: these parts, one after another. Gives ``{"parts": [...]}``, what the disk has of them."""
-    work = _joined(Path(folder), token, description)
-    try:
-        with _as_named(work):
-            return {"parts": _parts(channel, work.inside, description, get_format(to), compression, verify, todo)}
-    finally:
-        work.close()
-
-
-def _parts(
-    channel: Channel,
-    where: Path,
-    description: Message,
-    kind: Format,
-    compression: str | None,
-    verify: bool,
-    todo: list[tuple[int, int, int]],
-) -> list[Message]:
-    source, parts, unused = open_input(description), [], 0
-    try:
+    work, kind, parts, unused = _joined(Path(folder), token, description), get_format(to), [], 0
+    with closing(work), _as_named(work), closing(open_input(description)) as source:
+        where = work.inside
         for number, start, stop in todo:
             name = _name(number, kind)
             if (part := _part(where, name)) is not None:  # of a node that was lost, whose task this was
@@ -210,22 +188,18 @@ def _parts(
                 source.check(start, written.checksums)
             if verify:
                 verify_file(path, kind, source.schema, written.checksums)
-            content = ContentDigest(source.schema)
-            content.update(written.checksums)
             part = {
                 "file": name,
                 "samples": written.samples,
                 "payload": written.payload,
-                "content": content.hexdigest(),
+                "content": digest_of(source.schema, [written.checksums]),
                 "left_out": left_out[:MAX_SKIPPED],
                 "left_out_count": len(left_out),
             }
             write_durable(_record(where, name), json.dumps(part).encode())
             fsync_folder(where / _DONE)
             parts.append(part)
-    finally:
-        source.close()
-    return parts
+    return {"parts": parts}
 
 
 _SAID = ("file", "samples", "payload", "content")
@@ -423,10 +397,3 @@ def _remove_part(where: Path, name: Name) -> None:
 
 def _name(number: int, kind: Format) -> Name:
     return Name(f"part-{number:05d}{kind.suffix}")
-
-
-def _digest(folder: Path, parts: list[Message], schema: Schema) -> str:
-    digest = ContentDigest(schema)
-    for part in parts:
-        digest.update(stored_checksums(side_folder(folder / part["file"]), schema, links=True))
-    return digest.hexdigest()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import os
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
@@ -207,8 +206,8 @@ _T = TypeVar("_T", bound=Options)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    if hasattr(value, "__fspath__"):
+        return str(value)
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value
@@ -258,18 +257,27 @@ def choice(*values: str) -> Check:
     return check
 
 
+# -- options of several commands ---------------------------------------------------------------------------------------
+
 Workers = Annotated[int, Option("Processes that work side by side.", "N", parse_workers)]
+"""``--workers``."""
 MinEpochs = Annotated[int, Option("Keep a shard until K epochs of training used it.", "K", parse_count)]
+"""``--min-epochs``."""
 Policy = Annotated[
     str, Option("Which shards go first: oldest, most-used, lru (longest not used) or random.", "NAME", parse_text)
 ]
+"""``--policy``, a name that :mod:`cachetool.cache.policies` checks."""
 RoomWait = Annotated[float | str, Option("How long to wait for room that readers hold.", "TIME", parse_duration)]
+"""``--wait``."""
 On = Annotated[
     str, Option("Work here, or on all nodes of a Ray cluster, a cache on each.", "local|ray", choice("local", "ray"))
 ]
+"""``--on``."""
 Address = Annotated[
     str | None, Option("Of the Ray cluster. Default: the one that runs here, or a new one.", "HOST:PORT")
 ]
+"""``--address``."""
 OnError = Annotated[
     str, Option("A bad object is an error, or is skipped (up to 1 %).", "error|skip", choice("error", "skip"))
 ]
+"""``--on-error``."""

@@ -52,8 +52,8 @@ def _named(what: str) -> str:
     return what if what.endswith("=") else f"{what} "
 
 
-def parse_whole(value: object, *, what: str) -> int:
-    """A whole number of at most 63 bits, one of NumPy as well. Raises :class:`UsageError`."""
+def parse_whole(value: object, *, what: str, least: int | None = None) -> int:
+    """A whole number of at most 63 bits, one of NumPy as well; ``least`` or more. Raises :class:`UsageError`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -62,6 +62,8 @@ def parse_whole(value: object, *, what: str) -> int:
         raise UsageError(f"{_named(what)}{value} is not a whole number")
     if abs(number) >= _MAX_WHOLE:
         raise UsageError(f"{_named(what)}{shown(number)} is too large; it must be below 2**63")
+    if least is not None and number < least:
+        raise UsageError(f"{_named(what)}{number} cannot be used: {f'at least {least}' if least else '0 or more'}")
     return number
 
 
@@ -69,16 +71,13 @@ def parse_workers(value: object, *, what: str = "--workers") -> int:
     """A number of processes. Raises :class:`UsageError`."""
     number = parse_whole(value, what=what)
     if not 1 <= number <= _MAX_WORKERS:
-        raise UsageError(f"{what} must be at least 1 and at most {_MAX_WORKERS}, got {number}")
+        raise UsageError(f"--workers must be at least 1 and at most {_MAX_WORKERS}, got {number}")
     return number
 
 
 def parse_count(value: object, *, what: str) -> int:
     """A whole number of at least 0. Raises :class:`UsageError`."""
-    number = parse_whole(value, what=what)
-    if number < 0:
-        raise UsageError(f"{what} must be at least 0, got {number}")
-    return number
+    return parse_whole(value, what=what, least=0)
 
 
 def parse_flag(value: object, *, what: str) -> bool:

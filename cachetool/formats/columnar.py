@@ -28,13 +28,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, CorruptError
 from cachetool.core.extents import FieldExtents
 from cachetool.core.schema import Field, Schema
@@ -282,7 +282,7 @@ def corrupt_errors(what: str) -> Iterator[None]:
         raise CorruptError(f"{what}: {lines[0]}") from error
 
 
-class ColumnarReader(ABC):
+class ColumnarReader(Closing, ABC):
     """Base of the readers of HDF5 and Zarr: a format opens and checks its arrays and implements :meth:`_fetch`."""
 
     gap_bytes = 2**16
@@ -390,14 +390,6 @@ class ColumnarReader(ABC):
                     )
             self._indexes[field.name] = (offsets, shapes)
         return self._indexes[field.name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _runs(starts: Int64s, stops: Int64s, gap: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ import itertools
 import os
 import stat
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,16 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats.files import not_plain, refused_link
 from cachetool.formats.runs import as_bytes
 
-__all__ = ["ContentDigest", "canonical", "check_plain", "checksums", "file_digest", "file_digests", "joined_digest"]
+__all__ = [
+    "ContentDigest",
+    "canonical",
+    "check_plain",
+    "checksums",
+    "digest_of",
+    "file_digest",
+    "file_digests",
+    "joined_digest",
+]
 
 _CHUNK = 2**20
 
@@ -110,6 +119,14 @@ class ContentDigest:
     def hexdigest(self) -> str:
         """32 hexadecimal digits for the samples so far."""
         return str(self._hash.hexdigest())
+
+
+def digest_of(schema: Schema, checksums: Iterable[npt.NDArray[np.uint64]]) -> str:
+    """Return the content digest of samples, from their checksums in order."""
+    digest = ContentDigest(schema)
+    for more in checksums:
+        digest.update(more)
+    return digest.hexdigest()
 
 
 def file_digest(folder: Path, *, skip: Collection[str] = ("shard.json",)) -> str:

@@ -21,14 +21,14 @@ import os
 import struct
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.extents import FieldExtents
 from cachetool.core.schema import Schema
@@ -337,7 +337,7 @@ def open_environment(path: Path) -> Environment:
         return environment
 
 
-class LMDBReader:
+class LMDBReader(Closing):
     """Reads one LMDB shard of ours through py-lmdb; see :class:`cachetool.formats.base.Reader`."""
 
     def __init__(self, path: Path, schema: Schema, samples: int, environment: Environment) -> None:
@@ -385,11 +385,3 @@ class LMDBReader:
         environment, self._environment = self._environment, None
         if environment is not None and self._pid == os.getpid():
             environment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,13 +7,12 @@ gather engine builds on the same :class:`~cachetool.core.extents.Extents`.
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.core.schema import Field, Schema
@@ -109,7 +108,7 @@ def compare_checksums(
         raise CorruptError(f"{name}: sample {int(indices[sample])}, field {field!r} does not match its checksum")
 
 
-class ExtentsReader:
+class ExtentsReader(Closing):
     """Reads samples of one shard out of memory maps of its files, without the format's library.
 
     ``folder`` is what the names in ``extents.files`` are relative to. ``fields`` leaves the others unread. ``read``
@@ -186,11 +185,3 @@ class ExtentsReader:
     def close(self) -> None:
         """Let go of the maps."""
         self._maps.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -23,7 +23,8 @@ from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar import corrupt_errors
-from cachetool.formats.digest import ContentDigest, check_plain, file_digests, joined_digest
+from cachetool.formats.digest import check_plain, digest_of, file_digests, joined_digest
+from cachetool.formats.exported import SIDE_FOLDER
 from cachetool.formats.files import allocated_bound, missing_is_corrupt, refuse_links, write_durably
 from cachetool.formats.files import open_plain as open_file
 from cachetool.formats.reading import (
@@ -147,13 +148,11 @@ class ShardFiles(PlainFile):
     def facts(self) -> ShardFacts:
         """:meth:`finish`, then both digests."""
         written = self.finish()
-        content = ContentDigest(self.schema)
-        content.update(written.checksums)
         files = file_digests(self.path.parent)
         return ShardFacts(
             samples=written.samples,
             payload=written.payload,
-            content=content.hexdigest(),
+            content=digest_of(self.schema, [written.checksums]),
             digest=joined_digest(files),
             files=files,
             data=self.path.name,
@@ -163,7 +162,7 @@ class ShardFiles(PlainFile):
 
 def side_folder(path: Path) -> Path:
     """Where the extents of a plain file lie: ``part-00000.h5`` has ``.extents/part-00000.h5/``."""
-    return path.parent / ".extents" / path.name
+    return path.parent / SIDE_FOLDER / path.name
 
 
 def open_shard(
@@ -236,9 +235,7 @@ def stored_checksums(side: Path, schema: Schema, *, links: bool = False) -> npt.
 def check_content(side: Path, schema: Schema, content: str, *, links: bool = False) -> npt.NDArray[np.uint64]:
     """:func:`stored_checksums`, which must have the digest ``content``. Raises :class:`CorruptError` naming them."""
     checksums = stored_checksums(side, schema, links=links)
-    digest = ContentDigest(schema)
-    digest.update(checksums)
-    if digest.hexdigest() != content:
+    if digest_of(schema, [checksums]) != content:
         name = EXTENTS_FILE if (side / EXTENTS_FILE).exists() else CHECKSUMS_FILE
         raise CorruptError(f"{side / name} does not hold the checksums of the samples that were written")
     return checksums

@@ -13,13 +13,12 @@ from __future__ import annotations
 import shlex
 import zlib
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.extents import FieldExtents
 from cachetool.core.schema import Schema
@@ -136,7 +135,7 @@ class TFRecordWriter(ShardWriter):
         self._file.close()
 
 
-class TFRecordReader:
+class TFRecordReader(Closing):
     """Reads one TFRecord file, every record checked; see :class:`cachetool.formats.base.Reader`."""
 
     def __init__(self, path: Path, schema: Schema, source: Bytes | GzipFile, starts: Int64s, sizes: Int64s) -> None:
@@ -193,14 +192,6 @@ class TFRecordReader:
         if isinstance(self._source, GzipFile):
             self._source.close()
         self._source = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def is_gzip(path: Path) -> bool:

@@ -25,7 +25,6 @@ import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cachetool.cache import CacheDir, open_cache
@@ -193,9 +192,7 @@ class BackgroundPull:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
 

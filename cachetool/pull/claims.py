@@ -34,11 +34,12 @@ from cachetool.cache import CacheDir, Claim, SourceRow, draws
 from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import copies, job_row, promised
+from cachetool.core.ranges import Ranges, pairs, positions, total
 from cachetool.proc.task import Asking
 from cachetool.sources.base import Source
 from cachetool.sources.order import DrawOrder
 
-__all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass", "positions", "runs"]
+__all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass"]
 
 
 MOST_RUNS = 512
@@ -106,7 +107,7 @@ class Cached:
         version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)
-            lots = sum(b - a for copy in shard_copies for a, b in copy.ranges(row)) + len(source.vanished) >= row.units
+            lots = sum(total(copy.ranges(row)) for copy in shard_copies) + len(source.vanished) >= row.units
             cached = [
                 order_of_pass(source, row, copy.pass_number)[positions(copy.ranges(row))]
                 for copy in shard_copies
@@ -114,17 +115,6 @@ class Cached:
             ]
             self._all_cached = version, lots and len(np.unique(np.concatenate([source.vanished, *cached]))) >= row.units
         return self._all_cached[1]
-
-
-def positions(ranges: tuple[tuple[int, int], ...]) -> _Numbers:
-    """All numbers in these ranges."""
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(a, b) for a, b in ranges)])
-
-
-def runs(start: int, flags: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """The ranges of positions from ``start`` on whose flag is set."""
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)) + start
-    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 _Flags = npt.NDArray[np.bool_]
@@ -136,7 +126,7 @@ class Done:
 
     start: int
     upto: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
     """Those whose samples were fetched or skipped, not there before."""
     draws: int
     """Of them, those that gave samples."""
@@ -144,7 +134,7 @@ class Done:
     vanished: int
     fetched: int
     """Bytes over the wire."""
-    gaps: tuple[tuple[int, int], ...] = ()
+    gaps: Ranges = ()
     """Those that are still open: what came behind them is done."""
 
 
@@ -315,7 +305,7 @@ class Handed:
     def __init__(self, channel: Asking, open: Callable[[SourceRow], Source], *, job: str, most: int) -> None:
         self._channel, self._open, self._job, self._most = channel, open, job, most
         self.samples: Source | None = None
-        self._there: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._there: dict[int, Ranges] = {}
         """Of each claim that is not done, which positions need no fetch."""
         self._tokens: dict[int, str] = {}
         """By which word it was asked for."""
@@ -336,7 +326,7 @@ class Handed:
                 self.samples.close()  # it has grown
             self.samples = self._open(claim.source)
         self._tokens[claim.id] = token
-        self._there[claim.id] = tuple((start, stop) for start, stop in answer["there"])
+        self._there[claim.id] = pairs(answer["there"])
         return claim
 
     def ahead(self) -> Claim | None:

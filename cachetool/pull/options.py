@@ -40,7 +40,7 @@ __all__ = ["DrawOptions", "PullCall", "PullOptions", "ShardSize"]
 def _shard_size(value: Any, *, what: str) -> int:
     nbytes = parse_size(value, what=what)
     if nbytes == 0:
-        raise UsageError(f"{what} must be at least 1 byte")
+        raise UsageError("--shard-size must be at least 1 byte")
     return nbytes
 
 

@@ -26,12 +26,13 @@ from cachetool.cache.draws import mark_tried
 from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.core.block import BLOCK_BYTES, Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
+from cachetool.core.ranges import Ranges, runs, total
 from cachetool.core.schema import KEY, Schema
 from cachetool.core.units import format_size
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.task import Channel
-from cachetool.pull.claims import Claims, Done, Handed, order_of_pass, runs
+from cachetool.pull.claims import Claims, Done, Handed, order_of_pass
 from cachetool.pull.job import too_many
 from cachetool.pull.reports import WaitingFor
 from cachetool.sources.base import ReadResult, Skipped
@@ -238,7 +239,7 @@ class Drawing:
         files, staging, start = self._files, self._staging, self._from
         left_out, vanished = len(skipped), self._gone(upto) - self._gone(start)
         ranges = self._ranges(upto)
-        fresh = sum(b - a for a, b in ranges)
+        fresh = total(ranges)
         brought = fresh if self._claim.reopened else fresh - left_out - vanished
         gaps = runs(start, self._gaps[start - self._claim.start : upto - self._claim.start])
         done = Done(
@@ -284,7 +285,7 @@ class Drawing:
             barren = runs(self._from, self._barren[self._from - self._claim.start : upto - self._claim.start])
             mark_tried(connection, self._plan.job, self._claim, barren)
 
-    def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
+    def _ranges(self, upto: int) -> Ranges:
         """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of
         reopened draws, those that gave none are still open."""
         part = slice(self._from - self._claim.start, upto - self._claim.start)

@@ -17,12 +17,13 @@ import numpy as np
 
 from cachetool.core.errors import BadObject, CorruptError, NotFound, UsageError
 from cachetool.core.schema import KEY, Schema
+from cachetool.formats.exported import DATASET_FILE
 from cachetool.sources.byte_source import Files, SourceFile, StoreRanges
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_opening import MAX_WHOLE, OpenedRows, WholeFile, rows_options
 from cachetool.sources.file_table import write_table
 from cachetool.sources.index import IndexSeen, index_facts
-from cachetool.sources.kinds import OURS, EachFile, Kind, is_ours
+from cachetool.sources.kinds import EachFile, Kind, is_ours
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
@@ -125,7 +126,7 @@ class _Look:
             written = [field for field in ours.schema if field.name != KEY or self._options.key]
             for name, file_facts in zip(ours.contents, facts, strict=False):  # no checksum is over the names of fields
                 if file_facts.schema and list(Schema.from_json(file_facts.schema)) != written:
-                    raise CorruptError(f"{name}: its fields are not those that {OURS} says")
+                    raise CorruptError(f"{name}: its fields are not those that {DATASET_FILE} says")
         parts = [part for number, file_facts in enumerate(facts) for part in _placed(self._files, number, file_facts)]
         skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)
         write_table(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.closing import Closing
 from cachetool.core.errors import BadObject
 from cachetool.core.schema import Schema
 from cachetool.core.units import format_size
@@ -49,7 +50,7 @@ MAX_WHOLE = 4 * 2**30
 _PART = 8 * 2**20
 
 
-class OpenedRows:
+class OpenedRows(Closing):
     """The files of rows of a listing, opened for reading: in the guarded process, or here where none is needed."""
 
     def __init__(
@@ -80,53 +81,28 @@ class OpenedRows:
             "in_order": in_order,
         }
         self.ranges, self._files = StoreRanges(files), files
-        self._name = names[0] if len(names) == 1 else files.store.url
-        self._server, options = None, rows_options(options)
-        if not kind.guarded:
-            self._source: OpenedFiles | GuardedFile = OpenedFiles(self.ranges, spec, options)
-            return
-        self._server = RangeServer(self.ranges, spec)
-        try:
-            with renamed(self._server.path, self._name, self._server):
-                self._source = GuardedFile(self._server.path, options, opener="cachetool.sources.opening:open_served")
-        except BaseException:
-            self._server.close()
-            raise
-
-    @property
-    def facts(self) -> list[dict[str, Any]]:
-        """What the guarded process told of each file."""
-        assert self._server is not None
-        return self._server.facts
-
-    @property
-    def skipped(self) -> tuple[tuple[str, str], ...]:
-        """What of the files is not taken."""
-        return self._source.skipped
+        self._server, options = RangeServer(self.ranges), rows_options(options)
+        self._source: OpenedFiles | GuardedFile
+        if kind.guarded:
+            name = names[0] if len(names) == 1 else files.store.url
+            opener = "cachetool.sources.opening:open_served"
+            self._source = GuardedFile(name, options, opener=opener, about=spec, server=self._server)
+        else:
+            self._source = OpenedFiles(self.ranges, spec, options)
+        self.skipped, self.facts = self._source.skipped, self._server.facts
+        """What of the files is not taken; what the guarded process told of each file."""
 
     def read(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop``, counted over all files, which are of one."""
-        if self._server is None:
+        try:
             return self._source.read(start, stop)
-        self._server.failure = None
-        with renamed(self._server.path, self._name, self._server):
-            try:
-                return self._source.read(start, stop)
-            finally:  # what the child read by itself must be of the listed file
-                if self._server.opened is not None:
-                    self._files.path(self._server.opened)
-
-    def __enter__(self) -> OpenedRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        finally:  # what the guarded process read by itself must be of the listed file
+            if self._server.opened is not None:
+                self._files.path(self._server.opened)
 
     def close(self) -> None:
         """End the process."""
         self._source.close()
-        if self._server is not None:
-            self._server.close()
 
 
 def rows_options(options: SourceOptions) -> SourceOptions:
@@ -151,7 +127,7 @@ def records_options(options: SourceOptions, kind: Kind) -> SourceOptions:
     return replace(options, concurrency=None, label_from_folder=False, decode=None, resize=None)
 
 
-class WholeFile:
+class WholeFile(Closing):
     """A file of records that is opened as a whole: where it lies, or out of memory, or as it comes."""
 
     def __init__(
@@ -214,12 +190,6 @@ class WholeFile:
         if start < stop:
             raise BadObject(f"{self._files.item(self._number).key!r} has {start} samples, of which more were counted")
         return Block.concat(out)
-
-    def __enter__(self) -> WholeFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file."""

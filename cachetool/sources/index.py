@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from cachetool.core.errors import AccessDenied, BadObject, CorruptError, NotFound
 from cachetool.core.extents import EXTENTS_FILE
+from cachetool.formats.exported import DATASET_FILE, SIDE_FOLDER
 from cachetool.formats.shard import CHECKSUMS_FILE
-from cachetool.sources.kinds import INDEXES, OURS, Kind
+from cachetool.proc.folders import MAX_JSON
+from cachetool.sources.kinds import INDEXES, Kind
 from cachetool.sources.opening import FileFacts, units_of
 from cachetool.sources.ours import NOT_OURS, Exported, exported
 from cachetool.sources.rows import UNIT_BYTES
@@ -31,7 +33,6 @@ from cachetool.stores import Object, Store
 __all__ = ["IndexSeen", "index_facts"]
 
 _TAR_RECORD = 512
-_MOST_ABOUT = 16 * 2**20
 _MOST_INDEX, _MOST_LINE = 2**30, 2**20
 _LEAST_RECORD = 16
 """Bytes of the smallest record with its frame."""
@@ -55,7 +56,7 @@ class IndexSeen:
     def note(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
         """The pages, as they are."""
         for page in pages:
-            beside = (*INDEXES, OURS)
+            beside = (*INDEXES, DATASET_FILE)
             self._seen.update((item.key, item) for item in page if item.key.endswith(beside))
             yield page
 
@@ -71,13 +72,13 @@ class IndexSeen:
     def ask_ours(self) -> None:
         """Look for what ``convert --out`` writes beside its files, which no listing led to."""
         with contextlib.suppress(NotFound, AccessDenied, BadObject):
-            self._seen[OURS] = self._store.find(OURS)
+            self._seen[DATASET_FILE] = self._store.find(DATASET_FILE)
 
     def exported(self, kind: Kind, names: Iterable[str], *, alone: bool) -> Exported | None:
         """Read what ``dataset.json`` says of files that ``convert`` wrote; None for files of others. Raises
         :class:`CorruptError` for a ``dataset.json`` that is damaged."""
-        about, names = self._seen.get(OURS), list(names)
-        if about is None or not 0 <= about.size <= _MOST_ABOUT:
+        about, names = self._seen.get(DATASET_FILE), list(names)
+        if about is None or not 0 <= about.size <= MAX_JSON:
             return None
         try:
             ours = exported(self._store.get(about), kind.name, names, alone=alone)
@@ -86,7 +87,7 @@ class IndexSeen:
         if ours is None and names and not alone:  # one that was emptied says nothing of whom it is
             for side in (EXTENTS_FILE, CHECKSUMS_FILE):
                 with contextlib.suppress(NotFound, AccessDenied, BadObject):
-                    self._store.find(f".extents/{names[0]}/{side}")
+                    self._store.find(f"{SIDE_FOLDER}/{names[0]}/{side}")
                     raise CorruptError(NOT_OURS)
         return ours
 

@@ -49,6 +49,7 @@ from urllib.parse import unquote
 
 from cachetool.core.errors import AccessDenied, BadObject, UsageError
 from cachetool.core.units import parse_choice
+from cachetool.formats.exported import DATASET_FILE, SIDE_FOLDER
 from cachetool.sources.contents import HEAD, ZIP, foreign, is_hdf5, is_npz, is_tar, is_tfrecord_file
 from cachetool.sources.grouping import describes
 from cachetool.sources.keys import Part, Stem, extension_of, is_decoded
@@ -66,7 +67,6 @@ __all__ = [
     "HEAD",
     "INDEXES",
     "IN_USE",
-    "OURS",
     "RAW",
     "Census",
     "EachFile",
@@ -144,7 +144,6 @@ _PART = re.compile(r"\.tfrec(ords?)?(\.gz)?-\d+-of-\d+(\.gz)?\Z|-\d{5,}-of-\d{5,
 _ASIDE = frozenset({"idx", "index", "tfindex", "md", "md5", "sha256", "crc", "rst", "yaml", "yml", "lock"})
 INDEXES = (".idx", ".index", ".tfindex")
 """Ends of names of what says where the records of a file lie."""
-OURS, _EXTENTS = "dataset.json", ".extents"
 _OF_CONVERT, _OF_LIBRARIES = "written beside its files by convert", "indexes and locks"
 IN_USE = (_OF_CONVERT, _OF_LIBRARIES)
 """The reasons of names that are no samples, but used by who reads these."""
@@ -352,7 +351,7 @@ class Census:
         for page in pages:
             for item in page:
                 self._count(item)
-                if item.key == OURS:
+                if item.key == DATASET_FILE:
                     self.exported = item
             yield page
 
@@ -493,7 +492,7 @@ def _describes(key: str) -> bool:
 
 def is_ours(key: str) -> bool:
     """Whether ``cachetool convert --out`` writes a file of this name beside its files."""
-    return key == OURS or key.startswith(f"{_EXTENTS}/")
+    return key == DATASET_FILE or key.startswith(f"{SIDE_FOLDER}/")
 
 
 def _ending(name: str) -> str:

@@ -30,6 +30,7 @@ import lmdb
 import numpy as np
 
 from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.closing import Closing
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import KEY, Field
 from cachetool.formats.lmdb import DATABASE, may_be_database
@@ -40,7 +41,7 @@ from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, is_lmdb, quoted
 from cachetool.sources.lmdb_streams import KeyFacts, Stream, is_note, streams_of
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import OurFile, our_lmdb
-from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
+from cachetool.sources.readers import bounded, field_names, make_schema, reading
 from cachetool.sources.rows import joined
 from cachetool.sources.value_format import VALUE, check_value_format
 
@@ -81,7 +82,7 @@ def open_lmdb(file: SourceFile, options: SourceOptions) -> OurFile | LMDBFile:
     return our_lmdb(file.path, options) or LMDBFile(file.path, options)
 
 
-class LMDBFile(ClosingFile):
+class LMDBFile(Closing):
     """One LMDB file or folder; see :class:`cachetool.sources.readers.RandomAccess`."""
 
     def __init__(self, path: Path, options: SourceOptions) -> None:

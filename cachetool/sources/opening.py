@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.closing import Closing
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.sources.byte_source import MemoryRanges, Ranges, ServedRanges, SourceFile
@@ -26,7 +27,6 @@ from cachetool.sources.cf import Packing
 from cachetool.sources.kinds import kind_named
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
-    ClosingFile,
     LimitedAccess,
     MisfitRows,
     RandomAccess,
@@ -125,11 +125,10 @@ def units_of(
 
 
 def open_served(
-    path: Path, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any]
+    path: str, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any], sockets: list[int]
 ) -> OpenedFiles:
-    """The files of rows behind the socket at ``path``."""
-    ranges = ServedRanges(path)
-    spec = ranges.spec
+    """The files of rows that ``about`` describes, whose bytes come over a socket."""
+    ranges, spec = ServedRanges(*sockets), about
     if spec["schema"] is not None:
         return OpenedFiles(ranges, spec, options, notice=notice)
     files = _Files(ranges, spec, options, notice)
@@ -155,15 +154,16 @@ def open_served(
 
 
 def open_path(
-    path: Path, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any]
+    path: str, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any], sockets: list[int]
 ) -> LimitedAccess:
     """The file at ``path``, of the kind that ``about`` names, whose library reads nothing else."""
-    notice(path)
-    file = SourceFile(path, path.stat().st_size, MemoryRanges(memoryview(b"")), path=path)
+    place = Path(path)
+    notice(place)
+    file = SourceFile(place, place.stat().st_size, MemoryRanges(memoryview(b"")), path=place)
     return cast(LimitedAccess, kind_named(about["kind"]).opened(file, options))
 
 
-class OpenedFiles(ClosingFile):
+class OpenedFiles(Closing):
     """Rows of several files; see :class:`cachetool.sources.readers.RandomAccess`. One is open at a time."""
 
     def __init__(

@@ -51,7 +51,8 @@ def image_size(value: int | str | Sequence[int] | None, *, what: str = "--resize
     sizes = [side for side in integers if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
-            f"{what} is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320; got {shown(value)}"
+            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"
+            f" got {shown(value)}"
         )
     return sizes[0], sizes[-1]
 
@@ -72,7 +73,7 @@ def _renames(given: Any, *, what: str) -> dict[str, str]:
 
 def _checked_fields(given: Any, *, what: str) -> tuple[str, ...]:
     """Names to keep, or names to leave out, each with a minus. Raises :class:`UsageError`."""
-    if given == () or given == []:  # what is left where the key alone was asked for
+    if isinstance(given, list | tuple) and not given:  # what is left where the key alone was asked for
         return ()
     from cachetool.core.schema import KEY, names_of
 
@@ -81,13 +82,13 @@ def _checked_fields(given: Any, *, what: str) -> tuple[str, ...]:
     if dropped and len(dropped) < len(fields):
         kept = next(name for name in fields if not name.startswith("-"))
         raise UsageError(
-            f"{what} either keeps fields or leaves fields out, and {shown(kept)} and {shown(dropped[0])} do both;"
+            f"--fields either keeps fields or leaves fields out, and {shown(kept)} and {shown(dropped[0])} do both;"
             " give names of one kind"
         )
     if f"-{KEY}" in dropped:
-        raise UsageError(f"{KEY} is left out with --no-key, not with {what}")
+        raise UsageError(f"{KEY} is left out with --no-key, not with --fields")
     if "-" in dropped:
-        raise UsageError(f"{what} has a minus without a name; to leave a field out: {what} -NAME")
+        raise UsageError("--fields has a minus without a name; to leave a field out: --fields -NAME")
     return tuple(dict.fromkeys(name for name in fields if name != KEY))
 
 
@@ -97,7 +98,7 @@ def _checked_stem(value: Any, *, what: str) -> str:
 
 def _checked_decode(value: object, *, what: str) -> str:
     if not is_one_of(value, DECODINGS):
-        raise UsageError(f"unknown {what} {shown(value)}; there is {', '.join(DECODINGS)}")
+        raise UsageError(f"unknown --decode {shown(value)}; there is {', '.join(DECODINGS)}")
     return str(value)
 
 
@@ -105,12 +106,12 @@ def _checked_label(value: object, *, what: str) -> bool | str:
     if is_one_of(value, ("int", "text")):
         return True if value == "text" else "int"
     if isinstance(value, str):
-        raise UsageError(f"{what} is text or int, got {shown(value)}")
+        raise UsageError(f"--label-from-folder is text or int, got {shown(value)}")
     return parse_flag(value, what=what)
 
 
 def _checked_globs(value: object, *, what: str) -> tuple[str, ...]:
-    if value is None or value == ():
+    if value is None or (isinstance(value, list | tuple) and not value):
         return ()
     from cachetool.sources.globs import checked_globs
 
@@ -128,7 +129,7 @@ def _checked_value_format(value: object, *, what: str) -> str:
 def _concurrency(value: object, *, what: str) -> int:
     number = parse_whole(value, what=what)
     if not 1 <= number <= 1024:
-        raise UsageError(f"{what} must be 1 to 1024, got {number}")
+        raise UsageError(f"--concurrency must be 1 to 1024, got {number}")
     return number
 
 

@@ -9,7 +9,6 @@ these checksums (:meth:`Exported.check`).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,21 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block
+from cachetool.core.closing import Closing
 from cachetool.core.errors import BadObject, CorruptError, NotFound, UsageError
 from cachetool.core.extents import EXTENTS_FILE, Extents
 from cachetool.core.schema import KEY, Schema
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Reader
-from cachetool.formats.digest import ContentDigest
+from cachetool.formats.digest import digest_of
+from cachetool.formats.exported import DATASET_FILE, SIDE_FOLDER, parse_dataset
 from cachetool.formats.files import map_file
 from cachetool.formats.shard import CHECKSUMS_FILE, check_samples
 from cachetool.sources.decode import parse_npy
 from cachetool.sources.limits import check_allocation
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
+from cachetool.sources.readers import bounded, field_names, make_schema, reading
 from cachetool.stores import Store
 
-__all__ = ["DATASET_FILE", "LAYOUT", "NOT_OURS", "Exported", "OurFile", "exported", "our_lmdb", "our_records"]
+__all__ = ["NOT_OURS", "Exported", "OurFile", "exported", "our_lmdb", "our_records"]
 
 
 def our_lmdb(path: Path, options: SourceOptions) -> OurFile | None:
@@ -57,23 +58,20 @@ class Exported:
     """What ``dataset.json`` says of the files beside it."""
 
     schema: Schema
-    contents: Mapping[str, str | None]
-    """By name the content digest of each file; None in a folder that was made without."""
+    contents: Mapping[str, str]
+    """By name the content digest of each file; empty in a folder that was made without."""
 
     def check(self, store: Store, name: str, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         """Compare the ``checksums``, (fields, samples), of the samples of a file from ``start`` on with those that were
         written. Raises :class:`CorruptError` naming the file, sample and field."""
         expected = self._checksums(store, name)
-        if self.contents[name] is not None:
-            digest = ContentDigest(self.schema)
-            digest.update(expected)
-            if digest.hexdigest() != self.contents[name]:
-                raise CorruptError(f"{name}: beside it are not the checksums of the samples that were written")
+        if self.contents[name] and digest_of(self.schema, [expected]) != self.contents[name]:
+            raise CorruptError(f"{name}: beside it are not the checksums of the samples that were written")
         stop = start + checksums.shape[1]
         check_samples(checksums, expected[:, start:stop], self.schema, name=name, first=start)
 
     def _checksums(self, store: Store, name: str) -> npt.NDArray[np.uint64]:
-        side = f".extents/{name}"
+        side = f"{SIDE_FOLDER}/{name}"
         with contextlib.suppress(NotFound):
             body = store.get(store.find(f"{side}/{EXTENTS_FILE}"))
             return Extents.from_buffer(body, schema=self.schema, name=f"{side}/{EXTENTS_FILE}").checksums
@@ -101,17 +99,13 @@ def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alon
     Raises :class:`CorruptError` for one that looks like ours and does not fit, or is of a later version.
     """
     raw, names = bytes(about), list(names)
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
-        value = json.loads(raw)
-        if int(value.get("layout", LAYOUT)) > LAYOUT:
-            raise CorruptError(
-                f"{DATASET_FILE} has layout {value['layout']}, this cachetool reads layout {LAYOUT}; update cachetool"
-            )
-        contents = {str(part["file"]): part.get("content") for part in value["parts"]}
+    with contextlib.suppress(ValueError):
+        dataset = parse_dataset(raw)
+        contents = {file.name: file.content for file in dataset.files}
         if alone and not contents.keys() >= set(names):
             return None
-        if value["format"] == kind and (alone or contents.keys() == set(names)):
-            return Exported(Schema.from_json(value["schema"]), {name: contents[name] for name in names})
+        if dataset.format == kind and (alone or contents.keys() == set(names)):
+            return Exported(dataset.schema, {name: contents[name] for name in names})
     if sum(word in raw for word in _WORDS) >= len(_WORDS) // 2 + 1 and not alone:
         raise CorruptError(NOT_OURS)
     return None
@@ -127,7 +121,7 @@ def _bad(path: Path) -> Iterator[None]:
         raise BadObject(str(error)) from error
 
 
-class OurFile(ClosingFile):
+class OurFile(Closing):
     """One file; see :class:`cachetool.sources.readers.RandomAccess`. ``schema`` is what it must have, where known."""
 
     def __init__(self, path: Path, kind: Format, options: SourceOptions, *, schema: Schema | None = None) -> None:
@@ -168,10 +162,7 @@ class OurFile(ClosingFile):
         return self._reader
 
 
-DATASET_FILE = "dataset.json"
 NOT_OURS = f"{DATASET_FILE} is not what cachetool convert writes of these files: one of them is missing or damaged"
 """Said of a folder that ``convert --out`` wrote."""
-LAYOUT = 1
-"""Of :data:`DATASET_FILE` and the folder around it."""
 _WORDS = (b'"layout"', b'"format"', b'"schema"', b'"content"', b'"parts"')
 """A damaged one still has most of these."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, UsageError
@@ -27,7 +26,6 @@ from cachetool.stores.base import EXHAUSTED
 __all__ = [
     "NOTE",
     "NOT_ASKED",
-    "ClosingFile",
     "EmptyFile",
     "LeftOut",
     "LimitedAccess",
@@ -129,21 +127,6 @@ class RecordFile(Protocol):
         Raises :class:`BadObject` naming the file and the record or member.
         """
         ...
-
-
-class ClosingFile:
-    """Base of all file sources: a context manager over :meth:`close`."""
-
-    def close(self) -> None:
-        """Let go of files and processes."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def field_names(

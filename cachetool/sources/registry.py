@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachetool.core.errors import BadObject, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.errors import BadObject, CorruptError, NotFound, SourceError, Unreachable, UsageError
 from cachetool.core.text import shown
+from cachetool.formats.exported import parse_dataset
 from cachetool.proc.folders import MAX_JSON, remove_path
 from cachetool.sources.base import Source
 from cachetool.sources.braces import Braces, braces_of
@@ -272,12 +272,12 @@ def _refuse_custom(raw: bytes, place: str) -> None:
     from cachetool.sources.kinds import kinds
 
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
+        format = parse_dataset(raw).format
+    except (ValueError, CorruptError):
         return
-    if isinstance(value, dict) and {"layout", "format", "parts"} <= value.keys() and value["format"] not in kinds():
+    if format not in kinds():
         raise UsageError(
-            f"{place} is an exported folder in the format {shown(value['format'])}, which the loaders read, but no kind"
+            f"{place} is an exported folder in the format {shown(format)}, which the loaders read, but no kind"
             " of source; convert the cache that it came from, or add a kind (docs/formats.md)"
         )
 

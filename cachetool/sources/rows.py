@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.closing import Closing
 from cachetool.core.errors import BadObject, CorruptError, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.formats.columnar import parse_header
@@ -23,7 +24,6 @@ from cachetool.sources.cf import Packing, decoder
 from cachetool.sources.limits import check_claims, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
-    ClosingFile,
     MisfitRows,
     because,
     bounded,
@@ -205,7 +205,7 @@ def decoded(columns: list[StoredColumn], options: SourceOptions, skipped: list[t
     return [column for column in values.values() if not isinstance(column, str)]
 
 
-class ColumnFile(ClosingFile):
+class ColumnFile(Closing):
     """A file made of arrays; see :class:`RandomAccess`."""
 
     def __init__(

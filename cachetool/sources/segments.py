@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.core.closing import Closing
 from cachetool.core.errors import CorruptError, SourceError, UsageError
 from cachetool.proc.arrays import load_array
 from cachetool.proc.folders import new_file
@@ -212,7 +213,7 @@ def last_key(folder: Path) -> str | None:
     return path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else None
 
 
-class EarlyListing:
+class EarlyListing(Closing):
     """The segments of a store's listing, one after another. A context manager.
 
     ``after`` is the key behind which it goes on; ``skip_bad`` as in :func:`~cachetool.sources.list_source`. Raises
@@ -328,9 +329,3 @@ class EarlyListing:
     def close(self) -> None:
         """Let go of the store."""
         self._store.close()
-
-    def __enter__(self) -> EarlyListing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -21,7 +21,6 @@ import http.client
 import io
 import random
 import re
-import select
 import socket
 import ssl
 import threading
@@ -34,6 +33,7 @@ from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from cachetool.core.errors import BadObject, SourceError, Unreachable, UsageError
+from cachetool.proc.lines import ready
 from cachetool.stores.base import Limits, refuse_encoded
 from cachetool.stores.login import Login
 from cachetool.stores.origins import Origin, allowed_hosts, is_public, origin_of, written
@@ -147,9 +147,7 @@ class _Connection(http.client.HTTPConnection):
         """Whether the peer closed the connection or sent something nobody asked for while it was idle."""
         if self.sock is None:
             return False
-        ready = select.poll()  # whatever its number: select ends at 1,024
-        ready.register(self.sock, select.POLLIN)
-        return bool(ready.poll(0))
+        return bool(ready(0, self.sock.fileno()))
 
 
 class _Body:

@@ -72,6 +72,8 @@ def _texts(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings, also of attributes
             passed_over.add(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Option":
+            passed_over.update(ast.walk(node))
         elif isinstance(node, ast.keyword) and node.arg in _HELP:
             passed_over.update(ast.walk(node.value))
         elif isinstance(node, ast.JoinedStr | ast.BinOp) and node not in passed_over:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachetool.bench.__main__ import _conversion
+from cachetool.bench.measure import _conversion
 from cachetool.bench.rates import advice
 from tests.advice.conftest import World, follows
 from tests.advice.rows import VALUES, Row, follow
@@ -15,7 +15,7 @@ from tests.cli.test_bench import BIG
 ROWS = [
     Row("cli/app.py", "{}\ntry '{} --help'", "stats --nonsense", "stats --help"),
     Row(
-        "cli/options.py", "--rename {} is not",
+        "sources/options.py", "--rename {} is not",
         "pull src --rename x --cache new", "pull src --rename x=volume --cache new",
     ),
     Row(
@@ -45,19 +45,19 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
     follow(world, row)
 
 
-@follows("bench/__main__.py", "cachetool convert --to {}{}{}")
+@follows("bench/measure.py", "cachetool convert --to {}{}{}")
 def test_a_cache_is_brought_into_the_format_that_is_faster(world: World) -> None:
     for dataset in ("default", "of {} more"):
         world.works("pull", "src", "--all", "--cache", "x", "--dataset", dataset)
     faster_from_disk(world, cache=str(world.folder / "x"), dataset="of {} more")
 
 
-@follows("bench/__main__.py", "cachetool convert --to {} --out NEW")
+@follows("bench/measure.py", "cachetool convert --to {} --out NEW")
 def test_files_are_brought_into_the_format_that_is_faster(world: World) -> None:
     faster_from_disk(world, data="src")
 
 
-@follows("bench/__main__.py", "cachetool pull SOURCE --to {}")
+@follows("bench/measure.py", "cachetool pull SOURCE --to {}")
 def test_a_cache_to_come_is_filled_in_the_format_that_is_faster(world: World) -> None:
     world.environment["CACHETOOL_CACHE"] = "c"
     faster_from_disk(world)

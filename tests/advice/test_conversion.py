@@ -30,7 +30,7 @@ ROWS = [
         "convert a.h5 --to lmdb --cache x", ("!", "convert a.h5 --to lmdb --out new"),
     ),
     Row(
-        "conversion/run.py", "the name of the folder to write",
+        "conversion/options.py", "the name of the folder to write",
         "convert a.h5 --to lmdb --out ''", "convert a.h5 --to lmdb --out new",
     ),
     Row(
@@ -38,7 +38,7 @@ ROWS = [
         "convert a.h5 --to lmdb --out new --dataset default", "convert a.h5 --to lmdb --out new",
     ),
     Row(
-        "conversion/run.py", "--shard-size must be at least",
+        "pull/options.py", "--shard-size must be at least",
         "convert a.h5 --to lmdb --out new --shard-size 0", "convert a.h5 --to lmdb --out new --shard-size 1",
     ),
     Row(
@@ -58,11 +58,11 @@ ROWS = [
         "convert a.h5 --to lmdb --out out", "convert a.h5 --to lmdb --out new",
     ),
     Row(
-        "api.py", "--max-size has no part in --out",
+        "cli/convert.py", "--max-size has no part in --out",
         "convert --to hdf5 --out new --cache c --max-size 60MB", "convert --to hdf5 --out new --cache c",
     ),
     Row(
-        "api.py", "{} has no part in INPUT with --out",
+        "cli/convert.py", "{} has no part in INPUT with --out",
         "convert a.h5 --to hdf5 --out new --cache c",
         ("convert a.h5 --to hdf5 --out new", "convert --to hdf5 --out newer --cache c"),
     ),
@@ -70,7 +70,11 @@ ROWS = [
     Row("api.py", "cache {} has {} with an id", "show --cache c zz:0", "!"),
     Row("api.py", "--{} goes with --on ray", "pull src --all --cache c --placement split", "pull src --all --cache c"),
     Row(
-        "cli/convert.py", "--dry-run, --on-error,",
+        "conversion/options.py", "{}: for an INPUT with --out",
+        "convert --to hdf5 --cache c --on-error skip", "convert a.h5 --to hdf5 --out new --on-error skip",
+    ),
+    Row(
+        "cli/convert.py", "--dry-run shows what",
         "convert --to hdf5 --cache c --dry-run", "convert a.h5 --to hdf5 --dry-run",
     ),
 ]  # fmt: skip

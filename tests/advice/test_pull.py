@@ -78,7 +78,6 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 
 @follows("pull/options.py", "--samples must be at least 1")
-@follows("pull/options.py", "--min-epochs must be at least 0")
 def test_the_least_numbers_that_are_named_are_taken(world: World) -> None:
     world.raises(lambda: PullOptions(samples=0))
     world.raises(lambda: PullOptions(min_epochs=-1))

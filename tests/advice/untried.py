@@ -21,7 +21,6 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("cluster/placement.py", "stopped at the cap"): _RAY + "tests/cluster/test_placement.py fills nodes",
     ("cluster/pull.py", ""): _RAY + "tests/ray/test_pull.py makes the messages, and pulls without",
     ("cluster/verbs.py", "no node has a cache"): _RAY + "tests/ray/test_advice.py follows it",
-    ("cluster/verbs.py", "--max-size has no part in --out"): _RAY + "test_conversion.py follows the same of one cache",
     ("cluster/verbs.py", "nodes {} and {} share"): _RAY + "tests/ray/test_advice.py follows it",
     ("conversion/to_files.py", "{} does not see the folder"): _RAY + "tests/ray/test_convert.py makes the message",
     ("core/nodes.py", "a node is called"): _RAY + "advises how to start one",

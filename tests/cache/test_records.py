@@ -1,38 +1,18 @@
-"""``shard.json`` and the records beside listings: range arithmetic, and values that somebody else sealed."""
+"""``shard.json`` and the records beside listings: values that somebody else sealed."""
 
 from __future__ import annotations
 
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cachetool
 from cachetool.cache.rebuild import without_doubles
-from cachetool.cache.records import merged, seal, unseal, without
+from cachetool.cache.records import seal, unseal
 from cachetool.check.verify import verify
-
-_RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
-
-
-def _positions(ranges: Any) -> set[int]:
-    return {position for start, stop in ranges for position in range(start, stop)}
-
-
-@given(_RANGES, _RANGES)
-def test_what_is_left_of_ranges_is_what_is_not_taken_sorted_and_apart(
-    ranges: list[tuple[int, int]], taken: list[tuple[int, int]]
-) -> None:
-    left = without(ranges, taken)
-    assert _positions(left) == _positions(ranges) - _positions(taken)
-    assert all(start < stop for start, stop in left)
-    assert all(before[1] <= after[0] for before, after in pairwise(left))
-    assert _positions(merged(ranges)) == _positions(ranges)
 
 
 @pytest.fixture(scope="module")

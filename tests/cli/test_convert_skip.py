@@ -178,7 +178,7 @@ def test_the_option_goes_with_an_input(run: Run) -> None:
 
     assert ran.code == 2
     assert "--on-error" in ran.error
-    assert "go with an INPUT" in ran.error
+    assert "for an INPUT with --out only" in ran.error
 
 
 def test_all_samples_of_one_part_may_be_left_out(tmp_path: Path) -> None:

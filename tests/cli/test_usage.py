@@ -29,7 +29,6 @@ COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor
         ("pull a --nope", "No such option: --nope"),
         ("pull a --samples many", "'--samples'"),
         ("pull a --samples many", "got 'many'"),
-        ("pull a --workers 0", "'--workers'"),
         ("evict", "Missing option '--max-size'"),
         ("evict --max-size", "'--max-size' requires an argument"),
         ("convert", "Missing option '--to'"),

@@ -32,9 +32,9 @@ from cachetool.cluster import node as node_tasks
 from cachetool.cluster import pull as cluster
 from cachetool.cluster.engine import Run
 from cachetool.cluster.pull import pull_over
-from cachetool.core.errors import CacheToolError, Interrupted
+from cachetool.core.errors import CacheToolError, Interrupted, from_json
 from cachetool.core.nodes import Node
-from cachetool.proc.child import bug
+from cachetool.proc.child import outcome_of
 from cachetool.proc.task import Message, Task
 from cachetool.pull.job import PullResult
 from cachetool.pull.options import PullOptions
@@ -90,7 +90,7 @@ class Threads:
         except CacheToolError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - as in a child
-            outcome = bug(error)
+            outcome = from_json(outcome_of(error))
         self._outcomes[run.number] = outcome
         self.said.put((run, None))  # it has ended once all that it said was heard
 

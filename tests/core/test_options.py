@@ -124,9 +124,9 @@ def test_an_option_that_is_added_reaches_all_worlds_from_its_declaration() -> No
     assert inspect.signature(call).parameters["depth"].default == 3
     assert "    depth: How deep." in str(call.__doc__)
     assert More.from_json(json.loads(json.dumps(More(depth=8).to_json()))).depth == 8
-    with pytest.raises(UsageError, match="--depth must be at least 0, got -1"):
+    with pytest.raises(UsageError, match="--depth -1 cannot be used: 0 or more"):
         call("x", depth=-1)
-    with pytest.raises(UsageError, match="--depth must be at least 0, got -1"):
+    with pytest.raises(UsageError, match="--depth -1 cannot be used: 0 or more"):
         parsed(More, ["--depth", "-1"])
 
 

@@ -14,6 +14,7 @@ from cachetool.core.units import (
     parse_fraction,
     parse_rate,
     parse_size,
+    parse_whole,
     size_option,
 )
 
@@ -91,6 +92,14 @@ def test_a_rate_is_a_size_with_or_without_per_second(text: str | int, expected: 
 def test_a_rate_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="above 0"):
         parse_rate("0")
+
+
+def test_a_number_below_the_least_is_refused_with_that() -> None:
+    assert parse_whole(1, what="steps=", least=1) == 1
+    with pytest.raises(UsageError, match=r"^steps=0 cannot be used: at least 1$"):
+        parse_whole(0, what="steps=", least=1)
+    with pytest.raises(UsageError, match=r"^epoch=-1 cannot be used: 0 or more$"):
+        parse_whole(-1, what="epoch=", least=0)
 
 
 @pytest.mark.parametrize(

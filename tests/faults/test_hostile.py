@@ -35,8 +35,8 @@ from cachetool.core.errors import BadObject, CorruptError
 from cachetool.core.schema import Field, Schema
 from cachetool.core.tf_example import parse_example
 from cachetool.formats import get_format
+from cachetool.formats.exported import DATASET_FILE
 from cachetool.formats.shard import CHECKSUMS_FILE, side_folder, stored_checksums
-from cachetool.sources.ours import DATASET_FILE
 from tests.commands import run_command
 from tests.faults.world import SCHEMA, block
 from tests.sources.files import open_files

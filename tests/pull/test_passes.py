@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,9 @@ from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapBlocked
 from cachetool.core.permutation import SegmentedOrder
+from cachetool.core.ranges import runs
 from cachetool.pull import claims
-from cachetool.pull.claims import Cached, runs
+from cachetool.pull.claims import Cached
 from cachetool.sources.registry import open_source
 from tests.pull.test_background import until
 from tests.pull.test_growing import drawn, write
@@ -28,14 +28,6 @@ from tests.pull.test_growing import drawn, write
 
 def keys(cache: cachetool.Cache) -> Counter[str]:
     return Counter(key for key, _ in drawn(cache))
-
-
-@given(flags=st.lists(st.booleans(), max_size=40), start=st.integers(0, 9))
-def test_runs_are_the_positions_whose_flag_is_set(flags: list[bool], start: int) -> None:
-    found = runs(start, np.array(flags, dtype=np.bool_))
-    assert [n for a, b in found for n in range(a, b)] == [start + n for n, flag in enumerate(flags) if flag]
-    assert all(a < b for a, b in found)
-    assert all(b < c for (_, b), (c, _) in pairwise(found))
 
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 9), wanted=st.integers(1, 40), data=st.data())

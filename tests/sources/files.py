@@ -67,7 +67,7 @@ class OpenFiles:
         """The number of the process that reads for this one."""
         opened = self._opened()._reader._open  # type: ignore[attr-defined]
         source = opened[1] if isinstance(opened, tuple) else opened
-        return int(source._source._child._process.pid)
+        return int(source._source._child.process.pid)
 
     def close(self) -> None:
         """Let go of the source, which is opened again when it is needed."""

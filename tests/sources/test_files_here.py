@@ -127,14 +127,14 @@ def test_one_process_looks_at_a_file_and_measures_its_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None]
 ) -> None:
     write(path := tmp_path / name)
-    begun: list[str] = []
-    begin = guard.begin
+    begun: list[Any] = []
+    child = guard.Child
 
-    def counted(module: str, **options: Any) -> Any:
-        begun.append(module)
-        return begin(module, **options)
+    def counted(task: Any, **options: Any) -> Any:
+        begun.append(task)
+        return child(task, **options)
 
-    monkeypatch.setattr(guard, "begin", counted)
+    monkeypatch.setattr(guard, "Child", counted)
     with open_files(path):
         pass
 
@@ -149,8 +149,8 @@ def test_samples_of_unknown_size_are_asked_for_by_the_size_of_those_before(
 
     with open_files(path) as source:
         asked: list[Any] = []
-        ask = guard._Child.ask
-        monkeypatch.setattr(guard._Child, "ask", lambda child, it: (asked.append(it.get("read")), ask(child, it))[1])
+        answer = guard.Child.answer
+        monkeypatch.setattr(guard.Child, "answer", lambda child, it: (asked.append(it.get("read")), answer(child, it)))
         read(source, 0, N)
 
     assert [request for request in asked if request] == [[0, 1], [1, 7], [7, 14], [14, 20]]

@@ -1,0 +1,58 @@
+"""The exported folder, which ``convert --out`` writes: names inside of it, and the parser of its ``dataset.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from cachetool.core.errors import CorruptError
+from cachetool.core.names import Name
+from cachetool.core.schema import Schema
+
+__all__ = ["DATASET_FILE", "LAYOUT", "SIDE_FOLDER", "DataFile", "Dataset", "parse_dataset"]
+
+DATASET_FILE = "dataset.json"
+SIDE_FOLDER = ".extents"
+"""Where the extents or checksums of the data files are."""
+LAYOUT = 1
+"""Version of :data:`DATASET_FILE` and the folder around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A data file of an exported folder."""
+
+    name: str
+    samples: int
+    content: str
+    """Content digest; empty in a folder that was written without digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """The description of an exported folder."""
+
+    format: str
+    schema: Schema
+    files: tuple[DataFile, ...]
+
+
+def parse_dataset(raw: bytes) -> Dataset:
+    """Parse a ``dataset.json``. Raises ``ValueError`` for what ``convert`` does not write, and :class:`CorruptError`
+    for a later layout."""
+    try:
+        value = json.loads(raw)
+        if int(value.get("layout", LAYOUT)) > LAYOUT:
+            raise CorruptError(
+                f"{DATASET_FILE} has layout {value['layout']}, this cachetool reads layout {LAYOUT}; update cachetool"
+            )
+        files = [DataFile(_name(v["file"]), int(v["samples"]), str(v.get("content") or "")) for v in value["parts"]]
+        return Dataset(value["format"], Schema.from_json(value["schema"]), tuple(files))
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _name(file: object) -> str:
+    if not Name.fits(file):
+        raise ValueError(f"{file!r} is not the name of a file")
+    return str(file)
