@@ -64,7 +64,8 @@ class Origin:
     url: str | None = None
     pass_number: int | None = None
     draws: Ranges = ()
-    """Ranges of positions of the pass, whether used or skipped."""
+    """Ranges of positions of the part in the pass, whether used or skipped."""
+    part: int = 0
 
 
 def folder_bound(schema: Schema, nbytes: int, disk_block: int) -> int:
@@ -131,6 +132,7 @@ class Staging:
             "epochs": heir.epochs,
             "used": heir.used,
             "source": origin.source,
+            "part": origin.part,
             "pass_number": origin.pass_number,
             "draws": json.dumps(origin.draws),
             "content": facts.content,
@@ -152,6 +154,7 @@ class Staging:
         dataset = connection.execute(
             "SELECT name, d.created FROM shards s JOIN datasets d ON d.name = s.dataset WHERE s.id = ?", (self.id,)
         ).fetchone()
+        progress = source_progress(connection, origin.source)
         value = {
             "layout": 1,
             "id": self.id,
@@ -162,9 +165,10 @@ class Staging:
             "schema": self._schema.to_json(),
             "files": dict(facts.files),
             **row,
-            "draws": [list(part) for part in origin.draws],
+            "cut": progress["cut"] if progress else 1,
+            "draws": [list(run) for run in origin.draws],
             "url": origin.url,
-            "progress": source_progress(connection, origin.source),
+            "progress": progress,
         }
         write_durable(self.path / SHARD_FILE, seal(value))
         fsync_folder(self.path)

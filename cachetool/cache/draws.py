@@ -1,12 +1,13 @@
 """Sources, pulls and claims, as rows of the catalog: the draws of a source are done, claimed or open.
 
-A source's draws are the positions ``0 .. units - 1`` of one seeded order per pass::
+A source is cut into parts, of which a cache draws some, or its only one. The draws of a part are the positions of one
+seeded order per pass::
 
-    0 ................ frontier ................ units
+    0 ................ frontier ................ size
       done, but for rows in `claims`              never claimed yet
 
-A source that grows gets more positions behind those it has; the others stay what they are. A claim has a holder while a
-worker is on it, none after that died or gave it back: then it is handed out before the frontier moves.
+A source that grows gives each part more positions behind those it has; the others stay what they are. A claim has a
+holder while a worker is on it, none after that died or gave it back: then it is handed out before the frontier moves.
 
 Pulls that are under way: what each may still draw, and how room is made for it.
 
@@ -38,9 +39,11 @@ from cachetool.core.ranges import Ranges, pairs, total, union
 
 __all__ = [
     "Claim",
+    "ClaimGone",
     "Copies",
     "Job",
     "OF_NODE",
+    "Part",
     "Pass",
     "Reopened",
     "SourceRow",
@@ -49,6 +52,7 @@ __all__ = [
     "claim",
     "close_job",
     "copies",
+    "draws_left",
     "finish",
     "give_back",
     "idle",
@@ -73,6 +77,21 @@ OF_NODE = "over IS NOT NULL"
 """A condition on ``jobs``: the job is one node's part of a pull over several nodes."""
 
 
+class ClaimGone(CatalogError):
+    """The positions of a claim belong to somebody else by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a source that a cache draws."""
+
+    number: int
+    frontier: int
+    """Positions below it are done, or have a row in ``claims``."""
+    size: int
+    """Draws of a pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRow:
     """A source as the catalog knows it."""
@@ -88,8 +107,6 @@ class SourceRow:
     seed: int
     pass_number: int
     """Which pass over the units is under way, from 0."""
-    frontier: int
-    """Positions below it are done, or have a row in ``claims``."""
     skipped: int
     """Draws of this pass that could not be used."""
     segments: tuple[int, ...] = ()
@@ -100,12 +117,27 @@ class SourceRow:
     """Whether the listing is: else more segments come."""
     past: tuple[Pass, ...] = ()
     """Earlier passes of which shards may be left."""
+    cut: int = 1
+    """Into how many parts it is cut."""
+    parts: tuple[Part, ...] = ()
+    """Those that this cache draws; none for a source that is in no catalog yet and comes in one part."""
+
+    @property
+    def frontier(self) -> int:
+        """Positions of all parts here that are done, or have a row in ``claims``."""
+        return sum(part.frontier for part in self.parts)
+
+    @property
+    def size(self) -> int:
+        """Draws of all parts here in a pass."""
+        return sum(part.size for part in self.parts)
 
     @classmethod
-    def of(cls, row: Row) -> SourceRow:
-        """From a row of the table. Raises :class:`ForeignValue` for a value that cachetool never writes."""
+    def of(cls, row: Row, parts: Iterable[Row]) -> SourceRow:
+        """From rows of the tables. Raises :class:`ForeignValue` for a value that cachetool never writes."""
         check_row("sources", row)
-        values = {name: row[name] for name in cls.__dataclass_fields__}
+        values = {name: row[name] for name in cls.__dataclass_fields__ if name != "parts"}
+        values["parts"] = tuple(Part(part["part"], part["frontier"], part["size"]) for part in parts)
         values |= {"options": json.loads(row["options"]), "segments": tuple(json.loads(row["segments"]))}
         values["id"] = Id(row["id"])
         values["past"] = tuple(
@@ -121,12 +153,14 @@ class SourceRow:
     def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
         """The row that :meth:`to_json` described."""
         past = tuple((pass_number, units, tuple(segments)) for pass_number, units, segments in value["past"])
-        return cls(**{**value, "id": Id(value["id"]), "segments": tuple(value["segments"]), "past": past})
+        parts = tuple(Part(**part) for part in value["parts"])
+        made = {"id": Id(value["id"]), "segments": tuple(value["segments"]), "past": past, "parts": parts}
+        return cls(**{**value, **made})
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Positions ``start`` to ``stop`` of a pass that one worker may draw."""
+    """Positions ``start`` to ``stop`` of a part in a pass that one worker may draw."""
 
     id: int
     pass_number: int
@@ -136,24 +170,27 @@ class Claim:
     """As it was at that moment: its units and segments say what the positions mean."""
     reopened: bool = False
     """True if samples of these draws were in a shard that was damaged."""
+    part: int = 0
 
 
 def source_row(connection: Connection, source: str) -> SourceRow | None:
     """The source with this id."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
-    return None if row is None else SourceRow.of(row)
+    parts = connection.execute("SELECT * FROM parts WHERE source = ? ORDER BY part", (source,)).fetchall()
+    return None if row is None else SourceRow.of(row, parts)
 
 
 def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool = False) -> None:
     """Write a source, or what is new about a known one, with the bytes that its listing is charged.
     Raises :class:`UsageError` when it is to be ``new`` and is there, listed otherwise."""
-    now = source_row(connection, row.id) if new else None
-    if now is not None and (now.identity, now.units) != (row.identity, row.units):
-        raise UsageError(f"another process began to draw from {row.url} at this moment; run this again")
-    if now is not None:
+    now, parts = source_row(connection, row.id), row.parts or (Part(0, 0, row.units),)
+    if new and now is not None:
+        same = {part.number for part in now.parts} == {part.number for part in parts}
+        if not same or (now.identity, now.units, now.cut) != (row.identity, row.units, row.cut):
+            raise UsageError(f"another process began to draw from {row.url} at this moment; run this again")
         return
     columns = {
-        **asdict(row),
+        **{name: value for name, value in asdict(row).items() if name != "parts"},
         "options": json.dumps(dict(row.options)),
         "segments": json.dumps(row.segments),
         "past": json.dumps(row.past),
@@ -166,6 +203,12 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
         " identity = excluded.identity, units = excluded.units, samples = excluded.samples, bytes = excluded.bytes",
         columns,
     )
+    if now is None:
+        connection.executemany(
+            "INSERT INTO parts VALUES (?, ?, ?, ?)", [(row.id, part.number, part.frontier, part.size) for part in parts]
+        )
+    elif now.cut == 1:
+        connection.execute("UPDATE parts SET size = ? WHERE source = ?", (row.units, row.id))
 
 
 def positions_done(connection: Connection, source: SourceRow) -> int:
@@ -176,6 +219,16 @@ def positions_done(connection: Connection, source: SourceRow) -> int:
     return max(0, source.frontier - int(pending))
 
 
+def draws_left(connection: Connection, source: SourceRow, limits: Mapping[int, int]) -> int:
+    """Positions of the present pass below the limit of each part that are not done."""
+    claims = connection.execute(
+        "SELECT part, start, stop FROM claims WHERE source = ? AND pass_number = ? AND tried IS NULL",
+        (source.id, source.pass_number),
+    )
+    pending = sum(max(0, min(stop, limits.get(part, 0)) - start) for part, start, stop in claims)
+    return int(pending) + sum(max(0, limits.get(part.number, 0) - part.frontier) for part in source.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run of ``pull``."""
@@ -184,6 +237,8 @@ class Job:
     source: str
     wanted: int | None
     """Samples to commit; None for the rest of the pass."""
+    upto: int | None
+    """So many first draws of a pass over the whole source, of which the parts here have some; None for all."""
     committed: int
     skipped: int
     """Draws that could not be used, since the present pass began."""
@@ -198,7 +253,7 @@ class Job:
 
 def add_job(
     connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room,
-    over: str | None = None,
+    upto: int | None = None, over: str | None = None,
 ) -> None:  # fmt: skip
     """Enter a pull of ``source``, which lives as long as its holder; ``over``: the pull over several nodes that it is a
     part of."""
@@ -208,6 +263,7 @@ def add_job(
         "source": source,
         "over": over,
         "wanted": wanted,
+        "upto": upto,
         "committed": 0,
         "skipped": 0,
         "created": time.time(),
@@ -246,10 +302,11 @@ def open_job(
     seed: int | None,
     room: Room | None = None,
     next_pass: bool = True,
+    upto: int | None = None,
 ) -> tuple[str, SourceRow]:
-    """Begin a pull: its id and the source. A complete pass is followed by a new one
-    when samples are asked for by number, unless ``next_pass`` is False. ``room`` says how room may be made for it, also
-    by the trainers' snapshots.
+    """Begin a pull: its id and the source. A complete pass is followed by a new one when samples are ``wanted``, unless
+    ``next_pass`` is False; not for a position ``upto``. ``room`` says how room may be made for it, also by the
+    trainers' snapshots.
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
@@ -266,16 +323,18 @@ def open_job(
         begin_next_pass(connection, source)
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
-    add_job(connection, job, source, holder=holder, wanted=wanted, room=room or Room())
+    add_job(connection, job, source, holder=holder, wanted=wanted, upto=upto, room=room or Room())
     return job, row
 
 
 def claim(
-    connection: Connection, job: str, *, holder: str, most: int, stop_at: Callable[[int, int, int], int] | None = None,
+    connection: Connection, job: str, *, holder: str, most: int,
+    stop_at: Callable[[int, int, int, int], int] | None = None, limit: Callable[[int, int], int] | None = None,
     reopened: bool = False,
 ) -> Claim | None:  # fmt: skip
-    """Up to ``most`` positions for a worker of ``job``, or None when the job or the pass has none left to give.
-    ``stop_at(pass_number, start, stop)`` says where a claim should rather end; ``reopened``: only of reopened draws. A
+    """Up to ``most`` positions for a worker of ``job``, of one part, or None when the job or the pass has none left to
+    give. ``stop_at(pass_number, part, start, stop)`` says where a claim should rather end; ``limit(part, upto)``, how
+    many of the first ``upto`` draws of the source are in a part; ``reopened``: only of reopened draws. A
     job's budget counts what is committed and what its workers are on, so that together they never draw too many.
     """
     state = job_row(connection, job)
@@ -290,32 +349,47 @@ def claim(
     if budget <= 0:
         return None
 
-    def end(pass_number: int, start: int, limit: int) -> int:
+    def end(pass_number: int, part: int, start: int, limit: int) -> int:
         stop = min(limit, start + most)
-        return min(limit, start + budget, stop if stop_at is None else stop_at(pass_number, start, stop))
+        return min(limit, start + budget, stop if stop_at is None else stop_at(pass_number, part, start, stop))
 
-    row = connection.execute(
-        "SELECT id, pass_number, start, stop, reopened FROM claims"
-        " WHERE source = ? AND holder IS NULL AND tried IS NOT ? ORDER BY reopened DESC, pass_number, start LIMIT 1",
-        (source.id, job),
-    ).fetchone()
+    upto = state.upto
+    ends = {
+        part.number: part.size if upto is None or limit is None else min(part.size, limit(part.number, upto))
+        for part in source.parts
+    }
+
+    def reach(row: Row) -> int:
+        """Where an open claim ends for this job, which fetches damaged draws wherever they are."""
+        in_pass = row["pass_number"] == source.pass_number and not row["reopened"]
+        return min(row["stop"], ends.get(row["part"], 0)) if in_pass else int(row["stop"])
+
+    rows = connection.execute(
+        "SELECT id, pass_number, part, start, stop, reopened FROM claims"
+        " WHERE source = ? AND holder IS NULL AND tried IS NOT ? ORDER BY reopened DESC, pass_number, start LIMIT ?",
+        (source.id, job, 1 if upto is None else -1),
+    ).fetchall()
+    row = next((row for row in rows if row["start"] < reach(row)), None)
     if reopened and not (row and row["reopened"]):
         return None
     if row is not None:
-        start, stop = row["start"], end(row["pass_number"], row["start"], row["stop"])
+        part, start = row["part"], row["start"]
+        stop = end(row["pass_number"], part, start, reach(row))
         connection.execute(
             "UPDATE claims SET stop = ?, holder = ?, job = ?, tried = NULL WHERE id = ?", (stop, holder, job, row["id"])
         )
         again = bool(row["reopened"])
         if stop < row["stop"]:
-            _insert(connection, source, stop, row["stop"], reopened=again, pass_number=row["pass_number"])
-        return Claim(row["id"], row["pass_number"], start, stop, source, reopened=again)
-    start = source.frontier
-    if start >= source.units:
+            _insert(connection, source, part, stop, row["stop"], reopened=again, pass_number=row["pass_number"])
+        return Claim(row["id"], row["pass_number"], start, stop, source, again, part)
+    begun = [part for part in source.parts if part.frontier < ends[part.number]]
+    if not begun:
         return None
-    stop = end(source.pass_number, start, source.units)
-    connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
-    return Claim(_insert(connection, source, start, stop, holder, job), source.pass_number, start, stop, source)
+    start, part = min((part.frontier, part.number) for part in begun)
+    stop = end(source.pass_number, part, start, ends[part])
+    connection.execute("UPDATE parts SET frontier = ? WHERE source = ? AND part = ?", (stop, source.id, part))
+    id = _insert(connection, source, part, start, stop, holder, job)
+    return Claim(id, source.pass_number, start, stop, source, part=part)
 
 
 def finish(
@@ -333,15 +407,15 @@ def finish(
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
     transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
     source, as a refresh found, is no fault of the objects and counts for the source alone. ``gaps`` among them stay
-    open, for whoever claims next."""
+    open, for whoever claims next. Raises :class:`ClaimGone`."""
     if upto >= claimed.stop:
         closed = connection.execute("DELETE FROM claims WHERE id = ?", (claimed.id,))
     else:
         closed = connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, claimed.id))
     if closed.rowcount != 1:  # its samples may be somebody else's by now
-        raise CatalogError("what this pull was drawing was taken from it; run it again")
+        raise ClaimGone("what this pull was drawing was taken from it; run it again")
     for start, stop in gaps:
-        _insert(connection, claimed.source, start, stop, pass_number=claimed.pass_number)
+        _insert(connection, claimed.source, claimed.part, start, stop, pass_number=claimed.pass_number)
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -360,6 +434,7 @@ def give_back(connection: Connection, holder: str, job: str) -> None:
 def _insert(
     connection: Connection,
     source: SourceRow,
+    part: int,
     start: int,
     stop: int,
     holder: str | None = None,
@@ -369,10 +444,11 @@ def _insert(
     tried: str | None = None,
 ) -> int:
     cursor = connection.execute(
-        "INSERT INTO claims (source, pass_number, start, stop, holder, job, reopened, tried)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO claims (source, part, pass_number, start, stop, holder, job, reopened, tried)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             source.id,
+            part,
             source.pass_number if pass_number is None else pass_number,
             start,
             stop,
@@ -387,7 +463,7 @@ def _insert(
 
 def _over(connection: Connection, source: SourceRow) -> bool:
     """Whether the present pass is complete."""
-    return source.complete and positions_done(connection, source) >= source.units
+    return source.complete and bool(source.parts) and positions_done(connection, source) >= source.size
 
 
 def begin_next_pass(connection: Connection, source: str) -> bool:
@@ -398,10 +474,11 @@ def begin_next_pass(connection: Connection, source: str) -> bool:
     connection.execute("DELETE FROM claims WHERE source = ?", (source,))  # tried in vain: this pass tries once more
     past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.segments)])
     connection.execute(
-        "UPDATE sources SET pass_number = pass_number + 1, frontier = 0, skipped = 0, segments = '[]', past = ?,"
+        "UPDATE sources SET pass_number = pass_number + 1, skipped = 0, segments = '[]', past = ?,"
         " began_at_moves = (SELECT moves FROM cache) WHERE id = ?",
         (json.dumps(past), source),
     )
+    connection.execute("UPDATE parts SET frontier = 0 WHERE source = ?", (source,))
     connection.execute("UPDATE jobs SET skipped = 0 WHERE source = ?", (source,))
     event(connection, time.time(), "pass", row.url, f"pass {row.pass_number + 2} begins", dataset=row.dataset)
     return True
@@ -421,6 +498,7 @@ class Copies:
 
     shard: str
     pass_number: int
+    part: int
     draws: str
     """As in the catalog: of thousands few are looked into."""
 
@@ -437,27 +515,25 @@ def copies(connection: Connection, source: str, *, but: int | None = None) -> li
     """List what snapshots to come have of ``source``, draws of the pass ``but`` left out. No such snapshot has a
     retiring shard."""
     rows = connection.execute(
-        "SELECT id, pass_number, draws FROM shards"
+        "SELECT id, pass_number, part, draws FROM shards"
         " WHERE source = :source AND state = 'ready' AND pass_number IS NOT :but UNION ALL"
-        " SELECT shard, pass_number, draws FROM placed WHERE source = :source AND pass_number IS NOT :but",
+        " SELECT shard, pass_number, 0, draws FROM placed WHERE source = :source AND pass_number IS NOT :but",
         {"source": source, "but": but},
     )
-    return [Copies(row["id"], row["pass_number"], row["draws"]) for row in rows]
+    return [Copies(*row) for row in rows]
 
 
 def promised(connection: Connection, source: str) -> list[Copies]:
     """Open draws of earlier passes, which are drawn again as such, each by one claim: to the present pass they are as
     good as there, else it would bring them too."""
     rows = connection.execute(
-        "SELECT c.id, c.pass_number, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        "SELECT c.id, c.pass_number, c.part, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
         " WHERE c.source = ? AND c.pass_number <> s.pass_number",
         (source,),
     )
     return [
-        Copies(
-            f"claim {row['id']} {row['start']} {row['stop']}", row["pass_number"], f"[[{row['start']}, {row['stop']}]]"
-        )
-        for row in rows
+        Copies(f"claim {id} {start} {stop}", pass_number, part, f"[[{start}, {stop}]]")
+        for id, pass_number, part, start, stop in rows
     ]
 
 
@@ -485,12 +561,14 @@ class Reopened:
     """The newest error of that source; empty when there was none."""
 
 
-def reopen(connection: Connection, source: SourceRow, pass_number: int, ranges: Iterable[Sequence[int]]) -> int:
+def reopen(
+    connection: Connection, source: SourceRow, pass_number: int, part: int, ranges: Iterable[Sequence[int]]
+) -> int:
     """Open draws again whose samples were damaged; gives how many. Draws of an earlier pass are drawn again as such:
     the present pass has been past them, or goes around them."""
     ranges = union(ranges)
     for start, stop in ranges:
-        _insert(connection, source, start, stop, reopened=True, pass_number=pass_number)
+        _insert(connection, source, part, start, stop, reopened=True, pass_number=pass_number)
     return total(ranges)
 
 
@@ -498,7 +576,10 @@ def mark_tried(connection: Connection, job: str, claimed: Claim, barren: Ranges)
     """Before positions of a claim of reopened draws are finished: the ranges ``barren`` gave nothing again. They stay
     open for the next pull, ``job`` tries them no more, and no pass waits for them."""
     for start, stop in barren:
-        _insert(connection, claimed.source, start, stop, reopened=True, pass_number=claimed.pass_number, tried=job)
+        _insert(
+            connection, claimed.source, claimed.part, start, stop, reopened=True, pass_number=claimed.pass_number,
+            tried=job,
+        )  # fmt: skip
     query = "UPDATE sources SET skipped = skipped - ? WHERE id = ?"  # not yet
     connection.execute(query, (total(barren), claimed.source.id))
 

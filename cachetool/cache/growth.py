@@ -50,7 +50,7 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
     real = take_in(layout, row.id, listing, cache.holder.id)
     with catalog.write() as connection:
         connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
-        if exists:  # what its shards say of it may no longer be so
+        if exists or row.cut > 1:  # what its shards say of it may no longer be so, or none says its parts yet
             write_source_record(connection, layout, row.id)
 
 
@@ -100,6 +100,11 @@ def _grow(connection: Connection, source: SourceRow, *, units: int, identity: st
     connection.execute(
         "UPDATE sources SET units = ?, samples = ?, identity = ?, complete = ?, segments = ? WHERE id = ?",
         (units, units, identity, complete, json.dumps(segments), source.id),
+    )
+    connection.execute(
+        # As `part_size` has it.
+        "UPDATE parts SET size = (:units - part + :cut - 1) / :cut WHERE source = :source",
+        {"units": units, "cut": now.cut, "source": source.id},
     )
     text = f"{units} units, {units - now.units} of them new"
     event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)

@@ -64,7 +64,8 @@ def follow(connection: Connection, source: SourceRow) -> bool:
     new = now.pass_number < source.pass_number
     if new:
         connection.execute("DELETE FROM claims WHERE source = ? AND NOT reopened", (source.id,))
-        connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
+        connection.execute("UPDATE sources SET skipped = 0 WHERE id = ?", (source.id,))
+        connection.execute("UPDATE parts SET frontier = 0 WHERE source = ?", (source.id,))
     connection.execute(
         "UPDATE sources SET pass_number = ?, segments = ?, past = ?, complete = ? WHERE id = ?",
         (source.pass_number, json.dumps(source.segments), json.dumps(source.past), source.complete, source.id),

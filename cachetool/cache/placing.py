@@ -252,10 +252,10 @@ def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges)
     reopened stay what they are."""
     fresh = False
     for start, stop in ranges:
-        frontier = connection.execute("SELECT frontier FROM sources WHERE id = ?", (source,)).fetchone()[0]
+        frontier = connection.execute("SELECT frontier FROM parts WHERE source = ?", (source,)).fetchone()[0]
         if stop > frontier:
             _open(connection, source, pass_number, frontier, start)
-            connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source))
+            connection.execute("UPDATE parts SET frontier = ? WHERE source = ?", (stop, source))
             fresh = True
         rows = connection.execute(
             "DELETE FROM claims WHERE source = ? AND pass_number = ? AND start < ? AND stop > ? AND holder IS NULL"

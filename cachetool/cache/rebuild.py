@@ -7,8 +7,9 @@
     cachetool.json, else whoever asks                       ->  the cap
 
 Of two shards with the same draws (a conversion that replaced one, a commit that was cut off and drawn again) the one
-committed last stays. A folder without ``shard.json`` was never committed, or was being deleted, and is deleted; so is a
-folder whose ``shard.json`` is not whole, whose draws are then open. Counters, events and history begin again.
+committed last stays; one of a part that this cache draws no more is deleted. A folder without ``shard.json`` was never
+committed, or was being deleted, and is deleted; so is a folder whose ``shard.json`` is not whole, whose draws are then
+open. Counters, events and history begin again.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from cachetool.proc.folders import fsync_folder, tree_bytes
 __all__ = [
     "Found",
     "Rebuilt",
+    "current",
     "open_draws",
     "rebuild",
     "scan",
@@ -60,7 +62,7 @@ class Rebuilt:
     bad: tuple[tuple[str, str], ...]
     """Folders that were deleted because their ``shard.json`` is not whole, and why."""
     deleted: tuple[str, ...]
-    """Folders that were never committed, or whose samples a newer shard holds."""
+    """Folders that were never committed, whose samples a newer shard holds, or whose part is drawn elsewhere."""
     max_size: int
 
 
@@ -96,7 +98,7 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
                 f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
             )
         records = scan(layout)
-        kept, superseded = without_doubles(records.shards)
+        kept, superseded = current(records)
         settings: dict[str, Any] = {**marked(layout)}
         if settings.setdefault("max_size", max_size) is None:
             raise CatalogError(
@@ -188,19 +190,35 @@ def _checked(folder: Path) -> Record:
     return value
 
 
+def current(records: Found) -> tuple[list[Record], list[Id]]:
+    """The shards that belong into the catalog, in the order of their commits, and the ids of the others: their samples
+    are in newer ones, or they are of a part that their cache draws no more."""
+    parts = {
+        (id, progress["cut"], part)
+        for id, (_, progress) in records.progress.items()
+        for part, _, _ in json.loads(progress["parts"])
+    }
+
+    def is_ours(value: Record) -> bool:
+        return value["source"] not in records.progress or (value["source"], value["cut"], value["part"]) in parts
+
+    kept, superseded = without_doubles(filter(is_ours, records.shards))
+    return kept, superseded + [Id(value["id"]) for value in records.shards if not is_ours(value)]
+
+
 def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
     """Shards in the order of their commits without those whose samples newer ones hold, and the ids of these."""
     shards = list(shards)
     kept: list[Record] = []
     superseded = _torn(shards)
     lineages: set[str] = set()
-    draws_by_pass: dict[tuple[str, int], list[Range]] = {}
+    draws_by_pass: dict[tuple[str, int, int], list[Range]] = {}
     for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
         if value["id"] in superseded:
             continue
         lineages.update(value.get("ancestors", ()))
         ranges = union(value["draws"]) if value["source"] is not None else ()
-        others = draws_by_pass.setdefault((value["source"], value["pass_number"]), [])
+        others = draws_by_pass.setdefault((value["source"], value["part"], value["pass_number"]), [])
         if value["lineage"] in lineages or any(overlaps(others, start, stop) for start, stop in ranges):
             superseded.append(Id(value["id"]))
             continue
@@ -242,9 +260,9 @@ def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[st
             )
         connection.executemany(
             "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
-            " used, source, pass_number, draws, content, digest, lineage) VALUES (:id, :seq, :dataset, :format,"
-            " 'ready', :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :pass_number, :draws,"
-            " :content, :digest, :lineage)",
+            " used, source, part, pass_number, draws, content, digest, lineage) VALUES (:id, :seq, :dataset, :format,"
+            " 'ready', :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :part, :pass_number,"
+            " :draws, :content, :digest, :lineage)",
             _rows(layout, kept),
         )
         for _, progress in records.progress.values():
@@ -268,12 +286,10 @@ def _rows(layout: Layout, kept: list[Record]) -> Iterator[Record]:
 
 def _add_progress(connection: Connection, layout: Layout, records: Found, progress: Record, kept: list[Record]) -> None:
     """A source's row, and its open draws: those of the newest record without those of shards that are here."""
-    frontier, pending = open_draws(progress, kept)
     listing = layout.listing(Id(progress["id"]))
     schema = records.schemas[progress["dataset"]][1]
     columns = {column["name"] for column in connection.execute("PRAGMA table_info(sources)")}
     row = {name: value for name, value in progress.items() if name in columns} | {
-        "frontier": frontier,
         "began_at_moves": None,
         "served": 0,
         "options": json.dumps(progress["options"]),
@@ -281,30 +297,34 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
-    present = progress["pass_number"]
+    source, present = progress["id"], progress["pass_number"]
     reopened = [
-        (number, start, stop)
-        for number, *draws in progress["reopened"]
-        for start, stop in difference([draws], _draws_in_shards(kept, progress["id"], number))
+        (number, part, start, stop)
+        for number, part, *draws in progress["reopened"]
+        for start, stop in difference([draws], _draws_in_shards(kept, source, number, part))
     ]
-    fresh = difference(pending, [(start, stop) for number, start, stop in reopened if number == present])
+    claims = [(source, *claim, 1) for claim in reopened]
+    for part, frontier, size, pending in open_draws(progress, kept):
+        connection.execute("INSERT INTO parts VALUES (?, ?, ?, ?)", (source, part, frontier, size))
+        again = [(start, stop) for number, other, start, stop in reopened if (number, other) == (present, part)]
+        claims += [(source, present, part, start, stop, 0) for start, stop in difference(pending, again)]
     connection.executemany(
-        "INSERT INTO claims (source, pass_number, start, stop, reopened) VALUES (?, ?, ?, ?, ?)",
-        [(progress["id"], *claim, 1) for claim in reopened]
-        + [(progress["id"], present, start, stop, 0) for start, stop in fresh],
+        "INSERT INTO claims (source, pass_number, part, start, stop, reopened) VALUES (?, ?, ?, ?, ?, ?)", claims
     )
 
 
-def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, Ranges]:
-    """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
-    of shards that are here."""
-    here = _draws_in_shards(kept, progress["id"], progress["pass_number"])
-    frontier = max([progress["frontier"]] + [stop for _, stop in here])
-    pending = [*progress["pending"], (progress["frontier"], frontier)]
-    return frontier, difference(pending, here)
+def open_draws(progress: Record, kept: Collection[Record]) -> Iterator[tuple[int, int, int, Ranges]]:
+    """Each part of a source here: its number, how far its pass was drawn, its size, and which ranges below that are
+    open: those of the source's newest record without those of shards that are here."""
+    for part, before, size in {part[0]: part for part in json.loads(progress["parts"])}.values():
+        here = _draws_in_shards(kept, progress["id"], progress["pass_number"], part)
+        frontier = max([before] + [stop for _, stop in here])
+        pending = [(start, stop) for other, start, stop in progress["pending"] if other == part]
+        yield part, frontier, size, difference([*pending, (before, frontier)], here)
 
 
-def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> Ranges:
-    """The draws of a pass that are in shards."""
-    shards = (value for value in kept if (value["source"], value["pass_number"]) == (source, pass_number))
+def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int, part: int) -> Ranges:
+    """The draws of a part in a pass that are in shards."""
+    of = source, pass_number, part
+    shards = (value for value in kept if (value["source"], value["pass_number"], value["part"]) == of)
     return pairs(draws for value in shards for draws in value["draws"])

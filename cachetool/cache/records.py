@@ -22,7 +22,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.values import fits
 from cachetool.core.names import Id, Name
-from cachetool.core.ranges import union
+from cachetool.core.ranges import Range, union
 from cachetool.core.text import shown
 from cachetool.proc.folders import fsync_folder, read_json, write_durable
 
@@ -34,6 +34,7 @@ __all__ = [
     "record_bound",
     "seal",
     "source_progress",
+    "take_back_records",
     "unseal",
     "write_source_record",
 ]
@@ -41,7 +42,8 @@ __all__ = [
 Record = dict[str, Any]
 
 MOST_PENDING = 256
-"""Ranges of open draws in a record. Of more, the smallest are left out: after a rebuild they wait for the next pass."""
+"""Ranges of open draws in a record, one less for each further part. Of more, the smallest are left out: after a rebuild
+they wait for the next pass."""
 
 MOST_REOPENED = 64
 """Ranges of reopened draws in a record, the largest: after a rebuild the others wait for the next pass."""
@@ -76,8 +78,8 @@ def unseal(path: Path) -> Record:
     if value["progress"] is not None:
         _require(path, value["progress"], _PROGRESS)
         _require_id(path, value["progress"]["id"])
-        _require_ranges(path, "pending", value["progress"]["pending"], 2)
-        _require_ranges(path, "reopened", value["progress"]["reopened"], 3)
+        _require_ranges(path, "pending", value["progress"]["pending"], 3)
+        _require_ranges(path, "reopened", value["progress"]["reopened"], 4)
     return value
 
 
@@ -88,14 +90,15 @@ _RECORD: Mapping[str, tuple[type, ...]] = {
 _SHARD = {
     "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
     "seq": (int, float), "samples": (int,), "payload": (int,), "created": (int, float), "epochs": (int,),
-    "used": (int, float), "source": (str, type(None)), "pass_number": (int, type(None)), "draws": (list,),
+    "used": (int, float), "source": (str, type(None)), "pass_number": (int, type(None)), "part": (int,), "cut": (int,),
+    "draws": (list,),
     "content": (str,), "digest": (str,),
 }  # fmt: skip
 _PROGRESS = {
     "id": (str,), "url": (str,), "options": (dict,), "identity": (str,), "dataset": (str,), "units": (int,),
-    "samples": (int,), "seed": (int,), "pass_number": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
+    "samples": (int,), "seed": (int,), "cut": (int,), "pass_number": (int,), "skipped": (int,), "bytes": (int,),
     "created": (int, float), "fetched": (int,), "segments": (str,), "sequential": (int,), "complete": (int,),
-    "past": (str,), "pending": (list,), "reopened": (list,),
+    "past": (str,), "parts": (str,), "pending": (list,), "reopened": (list,),
 }  # fmt: skip
 
 
@@ -145,31 +148,37 @@ def read_shard_json(folder: Path) -> Record:
 
 def record_bound(schema: Sequence[Mapping[str, Any]], disk_block: int, nbytes: int = 0) -> int:
     """Upper bound of a record on disk, for a schema in its JSON form and a shard of ``nbytes``: a block more than its
-    lines, its schema, its source with :data:`MOST_PENDING` ranges, and the digests of its files."""
+    lines, its schema, its source with :data:`MOST_PENDING` parts and ranges, and the digests of its files."""
     # A format makes at most three files a field, and one for every 32 MiB.
     return disk_block + 28672 + 4 * len(json.dumps(schema)) + 512 * len(schema) + (nbytes >> 16)
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:
-    """The row of a source, which draws of its present pass are not done, and which of any pass were reopened: pass,
-    start, stop; inside a transaction."""
+    """The row of a source; its parts here: number, frontier, size; which draws of its present pass are not done: part,
+    start, stop; and which of any pass were reopened: pass, part, start, stop; inside a transaction."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     if row is None:
         return None
+    rows = connection.execute("SELECT part, frontier, size FROM parts WHERE source = ? ORDER BY part", (source,))
     claims = connection.execute(
-        "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ? ORDER BY start",
-        (row["id"], row["pass_number"]),
+        "SELECT part, start, stop FROM claims WHERE source = ? AND pass_number = ?", (source, row["pass_number"])
     )
-    pending = union(claims)
-    if len(pending) > MOST_PENDING:
-        pending = union(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
+    by_part: dict[int, list[Range]] = {}
+    for part, start, stop in claims:
+        by_part.setdefault(part, []).append((start, stop))
+    pending = [[part, *run] for part, runs in sorted(by_part.items()) for run in union(runs)]
+    parts = [list(part) for part in rows]
+    if len(pending) > (most := max(0, MOST_PENDING + 1 - len(parts))):
+        pending = sorted(sorted(pending, key=lambda run: run[1] - run[2])[:most])
     reopened = connection.execute(
-        "SELECT pass_number, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
-        (row["id"], MOST_REOPENED),
+        "SELECT pass_number, part, start, stop FROM claims WHERE source = ? AND reopened"
+        " ORDER BY stop - start DESC LIMIT ?",
+        (source, MOST_REOPENED),
     )
     return {
         **dict(row),
         "options": json.loads(row["options"]),
+        "parts": json.dumps(parts, separators=(",", ":")),
         "pending": pending,
         "reopened": [list(claim) for claim in reopened],
     }
@@ -222,6 +231,14 @@ def write_source_record(connection: Connection, layout: Layout, source: str) -> 
     write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, **about, "progress": progress}))
     os.replace(aside, path)
     fsync_folder(layout.listings)
+
+
+def take_back_records(connection: Connection, layout: Layout) -> None:
+    """Record anew what a transaction recorded that was cut off before its end; inside a writing transaction."""
+    version = connection.execute("SELECT version FROM cache").fetchone()[0]
+    for row in connection.execute("SELECT id FROM sources").fetchall():
+        if _version(layout.record(Id(row["id"]))) > version:
+            write_source_record(connection, layout, row["id"])
 
 
 def _version(path: Path) -> int:

@@ -19,7 +19,7 @@ from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
-from cachetool.cache.records import keep_newest
+from cachetool.cache.records import keep_newest, take_back_records
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.core.errors import CatalogError
 from cachetool.core.names import Id
@@ -99,8 +99,8 @@ def retire(
     """Take ready shards out of every snapshot to come, and count them as evicted, for the pull ``job`` if they go for
     one; inside a transaction.
 
-    ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for) or ``corrupt``. Raises the version once,
-    and gives it.
+    ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for), ``moved`` (with its part) or ``corrupt``.
+    Raises the version once, and gives it.
     """
     version = bump(connection) if chosen else 0
     now = time.time()
@@ -278,6 +278,8 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, p
         for dead_id in dead:
             connection.execute("DELETE FROM holders WHERE id = ?", (dead_id,))
             layout.remove(layout.lock(dead_id))
+        if dead:
+            take_back_records(connection, layout)
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
         connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {_UNHELD}")
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")

@@ -35,7 +35,7 @@ __all__ = [
     "strays",
 ]
 
-_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "pass_number")
+_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "part", "pass_number")
 _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
 
@@ -176,7 +176,7 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: Id, why: str) 
         retire(connection, [id], reason="corrupt", policy="verify")
         count, source = 0, source_row(connection, row["source"] or "")
         if source is not None:
-            count = reopen(connection, source, row["pass_number"], json.loads(row["draws"]))
+            count = reopen(connection, source, row["pass_number"], row["part"], json.loads(row["draws"]))
             write_source_record(connection, layout, source.id)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)

@@ -43,24 +43,33 @@ _TABLES = (
         id TEXT NOT NULL PRIMARY KEY, dataset TEXT NOT NULL REFERENCES datasets, url TEXT NOT NULL,
         options TEXT NOT NULL, identity TEXT NOT NULL, units INTEGER NOT NULL, samples INTEGER NOT NULL,
         bytes INTEGER NOT NULL, seed INTEGER NOT NULL, sequential INTEGER NOT NULL CHECK (sequential IN (0, 1)),
-        complete INTEGER NOT NULL CHECK (complete IN (0, 1)), pass_number INTEGER NOT NULL, frontier INTEGER NOT NULL,
-        began_at_moves INTEGER, segments TEXT NOT NULL, past TEXT NOT NULL, skipped INTEGER NOT NULL,
-        fetched INTEGER NOT NULL DEFAULT 0, served INTEGER NOT NULL DEFAULT 0, created REAL NOT NULL
+        complete INTEGER NOT NULL CHECK (complete IN (0, 1)), cut INTEGER NOT NULL CHECK (cut > 0),
+        pass_number INTEGER NOT NULL, began_at_moves INTEGER, segments TEXT NOT NULL, past TEXT NOT NULL,
+        skipped INTEGER NOT NULL, fetched INTEGER NOT NULL DEFAULT 0, served INTEGER NOT NULL DEFAULT 0,
+        created REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE parts (
+        source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE, part INTEGER NOT NULL, frontier INTEGER NOT NULL,
+        size INTEGER NOT NULL, PRIMARY KEY (source, part)
     ) STRICT, WITHOUT ROWID
     """,
     """
     CREATE TABLE jobs (
         id TEXT NOT NULL PRIMARY KEY, source TEXT NOT NULL REFERENCES sources, holder TEXT NOT NULL, wanted INTEGER,
-        over TEXT, committed INTEGER NOT NULL, skipped INTEGER NOT NULL, evicted INTEGER NOT NULL DEFAULT 0,
-        bytes_wanted INTEGER NOT NULL, renew REAL NOT NULL, policy TEXT NOT NULL, min_epochs INTEGER NOT NULL,
-        keep_own INTEGER NOT NULL CHECK (keep_own IN (0, 1)), created REAL NOT NULL
+        upto INTEGER, over TEXT, committed INTEGER NOT NULL, skipped INTEGER NOT NULL,
+        evicted INTEGER NOT NULL DEFAULT 0, bytes_wanted INTEGER NOT NULL, renew REAL NOT NULL, policy TEXT NOT NULL,
+        min_epochs INTEGER NOT NULL, keep_own INTEGER NOT NULL CHECK (keep_own IN (0, 1)), created REAL NOT NULL
     ) STRICT, WITHOUT ROWID
     """,
+    # No id comes again: whoever draws a part that was released must not commit by the claim of another.
     """
     CREATE TABLE claims (
-        id INTEGER NOT NULL PRIMARY KEY, source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE,
-        pass_number INTEGER NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL CHECK (start < stop), holder TEXT,
-        job TEXT, reopened INTEGER NOT NULL DEFAULT 0 CHECK (reopened IN (0, 1)), tried TEXT, node TEXT, token TEXT,
+        id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE,
+        part INTEGER NOT NULL DEFAULT 0, pass_number INTEGER NOT NULL, start INTEGER NOT NULL,
+        stop INTEGER NOT NULL CHECK (start < stop), holder TEXT, job TEXT,
+        reopened INTEGER NOT NULL DEFAULT 0 CHECK (reopened IN (0, 1)), tried TEXT, node TEXT, token TEXT,
         CHECK ((holder IS NULL) = (job IS NULL))
     ) STRICT
     """,
@@ -70,8 +79,8 @@ _TABLES = (
         id TEXT NOT NULL PRIMARY KEY, seq REAL, dataset TEXT NOT NULL, format TEXT NOT NULL,
         state TEXT NOT NULL CHECK (state IN ('staging', 'ready', 'retiring', 'trash')), samples INTEGER,
         payload INTEGER, bytes INTEGER NOT NULL, since INTEGER, until INTEGER, holder TEXT, job TEXT, created REAL,
-        epochs INTEGER NOT NULL DEFAULT 0, used REAL, source TEXT, pass_number INTEGER, draws TEXT, content TEXT,
-        digest TEXT, lineage TEXT,
+        epochs INTEGER NOT NULL DEFAULT 0, used REAL, source TEXT, part INTEGER NOT NULL DEFAULT 0, pass_number INTEGER,
+        draws TEXT, content TEXT, digest TEXT, lineage TEXT,
         CHECK (state IN ('staging', 'trash') OR (seq IS NOT NULL AND samples IS NOT NULL AND payload IS NOT NULL
             AND since IS NOT NULL AND created IS NOT NULL AND draws IS NOT NULL AND content IS NOT NULL
             AND digest IS NOT NULL))

@@ -75,7 +75,7 @@ class PullState:
     drawn: int
     """Units of the present pass that are done."""
     units: int
-    """Units in a pass; 0 until the source is listed."""
+    """Units in a pass, of the parts of the source here; 0 until it is listed."""
     pass_number: int
     """Which pass, from 1."""
     used: int
@@ -158,7 +158,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
         phase = STOPPED
     elif job is not None and source_now is not None and _idle(connection, job["id"]):
-        if source_now.complete and positions_done(connection, source_now) >= source_now.units:
+        if source_now.complete and positions_done(connection, source_now) >= source_now.size:
             phase = ALL_THERE
         elif job["bytes_wanted"]:
             phase = PAUSED
@@ -175,7 +175,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         skipped=job["skipped"] if job else 0,
         fetched=fetched["fetched"] if fetched else 0,
         drawn=positions_done(connection, source_now) if source_now else 0,
-        units=source_now.units if source_now else 0,
+        units=source_now.size if source_now else 0,
         pass_number=source_now.pass_number + 1 if source_now else 1,
         used=measure(connection, layout).total,
         max_size=int(cap),
@@ -233,8 +233,9 @@ class Stats:
     """name, schema, formats (shards, samples, bytes, and retiring, retiring_bytes of each), shards, samples, bytes,
     payload, epochs (how many the shards served: fewest, most)."""
     sources: list[dict[str, Any]]
-    """url, dataset, units, drawn, skipped, fetched, served, reuse (served over fetched), coverage (share of the pass),
-    pass (from 1), seed."""
+    """url, dataset, units (in a pass, of the parts here), samples, drawn, skipped, fetched, served, reuse (served over
+    fetched), coverage (share of the pass), pass (from 1), seed, listing (its digest), cut (into how many parts), parts
+    (those here)."""
     pulls: list[dict[str, Any]]
     """Background pulls at work or failed: the fields of :class:`cachetool.cache.stats.PullState`."""
     holders: list[dict[str, Any]]
@@ -281,9 +282,9 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             if dataset is None or row["name"] == dataset
         ]
         sources = [
-            _source(connection, SourceRow.of(row), row["fetched"], row["served"])
-            for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
-            if dataset is None or row["dataset"] == dataset
+            _source(connection, source, row["fetched"], row["served"])
+            for row in connection.execute("SELECT id, fetched, served FROM sources ORDER BY created").fetchall()
+            if (source := source_row(connection, row["id"])) is not None and dataset in (None, source.dataset)
         ]
         wanted = {"dataset": dataset}
         events = connection.execute(f"{_EVENTS} ORDER BY id DESC LIMIT 20", wanted).fetchall()
@@ -382,16 +383,19 @@ def _source(connection: Connection, source: SourceRow, fetched: int, served: int
     return {
         "url": source.url,
         "dataset": source.dataset,
-        "units": source.units,
+        "units": source.size,
         "samples": source.samples,
         "drawn": done,
         "skipped": source.skipped,
         "fetched": fetched,
         "served": served,
         "reuse": served / fetched if fetched else None,
-        "coverage": done / source.units if source.units else 1.0,
+        "coverage": done / source.size if source.size else 1.0,
         "pass": source.pass_number + 1,
         "seed": source.seed,
+        "listing": source.identity,
+        "cut": source.cut,
+        "parts": [part.number for part in source.parts],
     }
 
 

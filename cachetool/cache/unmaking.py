@@ -21,6 +21,7 @@ from cachetool.cache.draws import positions_done, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.core.errors import CacheToolError
+from cachetool.core.names import Id
 from cachetool.proc.folders import remove_held
 
 __all__ = ["leaving_nothing", "withdraw_unused"]
@@ -47,6 +48,7 @@ def withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
             gone = _withdraw(connection, dataset, source)
         if gone:
             cache.layout.remove(cache.listing(source))
+            cache.layout.remove(cache.layout.record(Id(source)))
 
 
 def _withdraw(connection: Connection, dataset: str, source: str) -> bool:

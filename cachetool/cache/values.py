@@ -46,6 +46,10 @@ def _past(text: str) -> bool:
     return all(_numbers(json.dumps([number, units, *segments])) for number, units, segments in json.loads(text))
 
 
+def _parts(text: str) -> bool:
+    return all(len(part) == 3 and _numbers(json.dumps(part)) for part in json.loads(text))
+
+
 def _schema(text: str) -> bool:
     return len(Schema.from_json(json.loads(text))) > 0
 
@@ -54,6 +58,7 @@ _JSON: Mapping[str, Callable[[str], bool]] = {
     "draws": _draws,
     "segments": _numbers,
     "past": _past,
+    "parts": _parts,
     "options": lambda text: isinstance(json.loads(text), dict),
     "schema": _schema,
 }

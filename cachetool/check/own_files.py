@@ -26,7 +26,7 @@ from cachetool.cache import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import mark, settings
-from cachetool.cache.rebuild import Found, open_draws, rebuild, scan, without_doubles
+from cachetool.cache.rebuild import Found, current, open_draws, rebuild, scan
 from cachetool.cache.records import Record
 from cachetool.cache.repair import misnamed, rename_back
 from cachetool.check.one_shard import bad_files
@@ -206,7 +206,7 @@ def _check_marker(
         result.problems.append(Problem(what, file=layout.marker.name, action=action))
 
 
-_FIXED = ("url", "identity", "dataset", "units", "samples", "seed")
+_FIXED = ("url", "identity", "dataset", "units", "samples", "seed", "cut")
 """Of a source; the rest changes while it is drawn."""
 
 
@@ -225,10 +225,10 @@ def contradiction(catalog: Catalog, layout: Layout) -> str | None:
 
 
 def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
-    shards = connection.execute("SELECT id, state, source, pass_number, draws FROM shards").fetchall()
+    shards = connection.execute("SELECT id, state, source, part, pass_number, draws FROM shards").fetchall()
     rows = {row["id"]: row["state"] for row in shards}
     on_disk = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash")})
-    kept, _ = without_doubles(on_disk.shards)
+    kept, _ = current(on_disk)
     yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
     yield from _numbers(connection, on_disk)
     schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
@@ -273,11 +273,19 @@ def _source(connection: Connection, progress: Record, kept: list[Record]) -> Ite
         if row["pass_number"] < progress["pass_number"]:
             yield f"{name} is in pass {row['pass_number'] + 1}, and pass {progress['pass_number'] + 1} was begun"
         return
-    claims = connection.execute(
-        "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ?", (row["id"], row["pass_number"])
-    ).fetchall()
-    done = difference([(0, row["frontier"])], claims)
-    frontier, pending = open_draws(progress, kept)
-    committed = difference([(0, frontier)], pending)
-    if difference(committed, done) or (row["skipped"] <= progress["skipped"] and difference(done, committed)):
-        yield f"{name} has other draws done in it than were committed"
+    frontiers = dict(
+        tuple(part) for part in connection.execute("SELECT part, frontier FROM parts WHERE source = ?", (row["id"],))
+    )
+    parts = list(open_draws(progress, kept))
+    if frontiers.keys() != {part for part, _, _, _ in parts}:
+        yield f"{name} has other parts in it than were taken"
+        return
+    for part, frontier, _, pending in parts:
+        claims = connection.execute(
+            "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ? AND part = ?",
+            (row["id"], row["pass_number"], part),
+        ).fetchall()
+        done = difference([(0, frontiers[part])], claims)
+        committed = difference([(0, frontier)], pending)
+        if difference(committed, done) or (row["skipped"] <= progress["skipped"] and difference(done, committed)):
+            yield f"{name} has other draws done in it than were committed"

@@ -203,6 +203,10 @@ def _print_sources(out: Output, sources: Sequence[Mapping[str, Any]]) -> None:
             for units_drawn, coverage, pass_number in (newest_pass(row),)
         ],
     )
+    for row in sources:
+        if row["cut"] > 1:
+            parts = ",".join(map(str, row["parts"]))
+            out.line(f"{row['url']}: parts {parts} of {row['cut']}, listing {row['listing'][:16]}")
 
 
 def _print_pulls(out: Output, pulls: Sequence[Mapping[str, Any]]) -> None:

@@ -149,7 +149,7 @@ def attend(
         cache.declare(options.dataset, pull.prepared.schema)
         if pull.listing is not None:
             _check_grown(cache, pull.url, existing, pull.listing)
-            cache.add_source(replace(row, frontier=0, skipped=0), pull.listing, new=existing is None)
+            cache.add_source(replace(row, parts=(), skipped=0), pull.listing, new=existing is None)
         with cache.catalog.write() as connection:
             bind(connection, row.id, row.url, replicate=pull.replicate)
         if pull.replicate:

@@ -102,7 +102,7 @@ class _Placement:
         make_folder(listing := scratch / "listing")
         self._crew.fetch_listing(first, id, listing)
         cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
-        cache.add_source(replace(row, frontier=0, skipped=0), listing, new=True)
+        cache.add_source(replace(row, parts=(), skipped=0), listing, new=True)
 
     def draw(self, cache: CacheDir, pull_job: PullJob, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""

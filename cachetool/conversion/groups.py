@@ -41,7 +41,7 @@ class Piece:
     samples: int
     payload: int
     origin: tuple[Any, ...]
-    """Source and pass: only shards of one origin become one."""
+    """Source, part and pass: only shards of one origin become one."""
     exact: bool
     """Whether it is known which sample is which draw: not where draws were skipped."""
     done: bool
@@ -106,7 +106,7 @@ def origin_of(origins: Mapping[str, Origin], ids: Sequence[str], start: int, sto
     draws = [part for id in ids for part in origins[id].draws]
     if (start, stop) != (0, samples):  # else it may have more draws than samples
         draws = [*between(draws, start, stop)]
-    return Origin(first.source, first.url, first.pass_number, joined(draws))
+    return Origin(first.source, first.url, first.pass_number, joined(draws), first.part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Staging, commit_together
+from cachetool.cache.catalog import Row
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
@@ -313,7 +314,7 @@ def _groups(
             id=shard.id,
             samples=shard.samples,
             payload=shard.payload,
-            origin=(origins[shard.id].source, origins[shard.id].pass_number),
+            origin=(origins[shard.id].source, origins[shard.id].part, origins[shard.id].pass_number),
             exact=is_exact(origins[shard.id], shard.samples),
             done=shard.format == kind.name and compression is None,
         )
@@ -326,10 +327,12 @@ def _groups(
 def _origins(cache: CacheDir) -> dict[str, Origin]:
     """Where the samples of all ready shards came from, by id."""
     rows = cache.catalog.rows(
-        "SELECT s.id, s.source, s.pass_number, s.draws, o.url FROM shards s LEFT JOIN sources o ON o.id = s.source"
-        " WHERE s.state = 'ready'"
+        "SELECT s.id, s.source, s.part, s.pass_number, s.draws, o.url"
+        " FROM shards s LEFT JOIN sources o ON o.id = s.source WHERE s.state = 'ready'"
     )
-    return {
-        row["id"]: Origin(row["source"], row["url"], row["pass_number"], pairs(json.loads(row["draws"] or "[]")))
-        for row in rows
-    }
+    return {row["id"]: _origin(row) for row in rows}
+
+
+def _origin(row: Row) -> Origin:
+    draws = pairs(json.loads(row["draws"] or "[]"))
+    return Origin(row["source"], row["url"], row["pass_number"], draws, row["part"])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cachetool.core.errors import UsageError
 
-__all__ = ["MAX_N", "Permutation", "SegmentedOrder"]
+__all__ = ["MAX_N", "Permutation", "SegmentedOrder", "part_size"]
 
 MAX_N = 2**40
 _ROUNDS = 6
@@ -27,7 +27,7 @@ _SMALL = 2**12  # entries of a table that takes less than a call of NumPy for ea
 
 class Permutation:
     """The order of ``0 .. n - 1`` that ``seed`` and ``pass_number`` (the pass, the epoch) decide; same arguments, same
-    order. ``part`` makes orders that differ within one pass.
+    order. ``segment`` and ``part`` make orders that differ within one pass.
 
     ``order[positions]`` takes an int64 array of positions of any shape and gives the things at those positions, int64,
     same shape; a plain int gives an int. Memory is that of the positions asked for. Raises :class:`UsageError` for n
@@ -36,12 +36,13 @@ class Permutation:
 
     __slots__ = ("_half", "_keys", "_tables", "n")
 
-    def __init__(self, n: int, *, seed: int = 0, pass_number: int = 0, part: int = 0) -> None:
+    def __init__(self, n: int, *, seed: int = 0, pass_number: int = 0, segment: int = 0, part: str = "") -> None:
         if not 0 <= n <= MAX_N:
             raise UsageError(f"cannot order {n} things: 0 to 2**40")
         self.n = n
         self._half = max(1, ((max(n - 1, 1)).bit_length() + 1) // 2)
-        name = f"cachetool order {seed} {pass_number}" + (f" {part}" if part else "")
+        name = f"cachetool order {seed} {pass_number}" + (f" {segment}" if segment or part else "")
+        name += f" {part}" if part else ""
         digest = hashlib.sha256(name.encode()).digest()
         digest += hashlib.sha256(digest).digest()
         self._keys = np.frombuffer(digest[: 8 * _ROUNDS], dtype="<u8").astype(np.uint64)
@@ -92,14 +93,21 @@ class SegmentedOrder:
     """The order of ``0 .. n - 1`` segment by segment: what a pass goes through while its source still grows.
 
     ``segments`` are the places between segments, ascending. A segment is drawn in a seeded order of its own after all
-    before it, so that one more segment changes nothing of what came before. ``sequential`` leaves all in place.
-    Positions as for :class:`Permutation`, but arrays only.
+    before it, so that one more segment changes nothing of what came before. ``sequential`` leaves all in place; other
+    arguments and positions are those of :class:`Permutation`, but positions are arrays only.
     """
 
-    __slots__ = ("_bounds", "_parts", "_sequential")
+    __slots__ = ("_bounds", "_orders", "_sequential")
 
     def __init__(
-        self, n: int, *, seed: int = 0, pass_number: int = 0, segments: Sequence[int] = (), sequential: bool = False
+        self,
+        n: int,
+        *,
+        seed: int = 0,
+        pass_number: int = 0,
+        segments: Sequence[int] = (),
+        part: str = "",
+        sequential: bool = False,
     ):
         bounds = [0, *segments, n]
         if any(a >= b for a, b in pairwise(bounds)) and n:
@@ -107,8 +115,9 @@ class SegmentedOrder:
         self._bounds = np.array(bounds, dtype=np.int64)
         self._sequential = sequential
         sizes = np.diff(self._bounds).tolist()
-        self._parts = [
-            Permutation(size, seed=seed, pass_number=pass_number, part=part) for part, size in enumerate(sizes)
+        self._orders = [
+            Permutation(size, seed=seed, pass_number=pass_number, segment=segment, part=part)
+            for segment, size in enumerate(sizes)
         ]
 
     def __len__(self) -> int:
@@ -124,9 +133,14 @@ class SegmentedOrder:
         segments = np.searchsorted(self._bounds, at, side="right") - 1
         for segment in np.unique(segments).tolist():
             here, start = segments == segment, self._bounds[segment]
-            out[here] = self._parts[segment][at[here] - start] + start
+            out[here] = self._orders[segment][at[here] - start] + start
         return out
 
     def unit_end(self, start: int, stop: int) -> int:
         """Where a run from ``start`` to ``stop`` had better end: where it does, since nothing here belongs together."""
         return stop
+
+
+def part_size(count: int, part: int, cut: int) -> int:
+    """How many of the numbers below ``count`` are ``part`` modulo ``cut``."""
+    return (count - part + cut - 1) // cut

@@ -66,7 +66,8 @@ class BackgroundPull:
 
     ``cache`` is an open cache or its folder, ``url`` a source as for :meth:`cachetool.Cache.pull`. It fills the cache,
     then evicts as needed and keeps going, pass after pass; it pauses when all that is there is leased or was never
-    read, and goes on at the next epoch.
+    read, and goes on at the next epoch. ``part="auto"`` is the share of this machine among those of a Slurm job or of
+    torchrun: the processes of one machine have one cache, and one of them pulls.
 
     It returns once samples are being fetched, 10 s after the source has answered at the latest, or when another process
     pulls this source into this cache already: then it waits its turn. Raises :class:`UsageError` for options

@@ -37,7 +37,7 @@ from cachetool.cache.draws import copies, job_row, promised
 from cachetool.core.ranges import Ranges, pairs, positions, total
 from cachetool.proc.task import Asking
 from cachetool.sources.base import Source
-from cachetool.sources.order import DrawOrder
+from cachetool.sources.order import DrawOrder, PartOrder
 
 __all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass"]
 
@@ -48,12 +48,14 @@ MOST_RUNS = 512
 _Numbers = npt.NDArray[np.int64]
 
 
-def order_of_pass(source: Source, row: SourceRow, pass_number: int) -> DrawOrder:
-    """What the positions of a pass mean, the present one or an earlier one."""
+def order_of_pass(source: Source, row: SourceRow, pass_number: int, part: int = 0) -> PartOrder:
+    """What the positions of a part in a pass mean, the present one or an earlier one."""
     units, segments = next((past[1:] for past in row.past if past[0] == pass_number), (row.units, row.segments))
     if units < row.units:
         segments = (*segments, units)  # units that came later were none of it
-    return source.order(seed=row.seed, pass_number=pass_number, segments=segments, sequential=row.sequential)
+    return source.order(
+        seed=row.seed, pass_number=pass_number, segments=segments, sequential=row.sequential, part=part, cut=row.cut
+    )
 
 
 class Cached:
@@ -73,7 +75,7 @@ class Cached:
         self._by_shard = {
             copy.shard: self._by_shard[copy.shard]
             if copy.shard in self._by_shard
-            else order_of_pass(source, row, copy.pass_number)[positions(copy.ranges(row))]
+            else order_of_pass(source, row, copy.pass_number, copy.part)[positions(copy.ranges(row))]
             for copy in shard_copies
         }
         self._draws = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._by_shard.values()]))
@@ -103,17 +105,22 @@ class Cached:
         return order.unit_end(start, at)
 
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
-        """Whether a further pass would bring nothing: every unit is in a ready shard, or has vanished."""
+        """Whether a further pass would bring nothing: every unit of the parts here is in a ready shard, or vanished."""
         version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)
-            lots = sum(total(copy.ranges(row)) for copy in shard_copies) + len(source.vanished) >= row.units
+            lots = sum(total(copy.ranges(row)) for copy in shard_copies) + len(source.vanished) >= row.size
             cached = [
-                order_of_pass(source, row, copy.pass_number)[positions(copy.ranges(row))]
+                order_of_pass(source, row, copy.pass_number, copy.part)[positions(copy.ranges(row))]
                 for copy in shard_copies
                 if lots
             ]
-            self._all_cached = version, lots and len(np.unique(np.concatenate([source.vanished, *cached]))) >= row.units
+            there = np.unique(np.concatenate([source.vanished, *cached]))
+            if lots and row.cut > 1:  # of what vanished, most is in parts of others
+                orders = (order_of_pass(source, row, row.pass_number, part.number) for part in row.parts)
+                own = [np.zeros(0, dtype=np.int64), *(order[np.arange(len(order))] for order in orders)]
+                there = np.intersect1d(there, np.concatenate(own))
+            self._all_cached = version, lots and len(there) >= row.size
         return self._all_cached[1]
 
 
@@ -200,6 +207,7 @@ class Own:
         self._source = source
         self.samples: Source | None = None
         self.cached = Cached()
+        self._limits: dict[tuple[int, int, int, int], int] = {}
         self._row = cache.source(source)
 
     def look(self) -> None:
@@ -252,19 +260,29 @@ class Own:
 
     def _claim(self, connection: Connection) -> Claim | None:
         claim = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, reopened=self._reopened
-        )
+            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, limit=self._limit,
+            reopened=self._reopened,
+        )  # fmt: skip
         if claim is not None and self._note is not None:
             self._note(connection, claim)
         return claim
 
-    def _claim_end(self, pass_number: int, start: int, stop: int) -> int:
+    def _claim_end(self, pass_number: int, part: int, start: int, stop: int) -> int:
         assert self._row is not None
         assert self.samples is not None
-        order = order_of_pass(self.samples, self._row, pass_number)
+        order = order_of_pass(self.samples, self._row, pass_number, part)
         if pass_number != self._row.pass_number:
             return order.unit_end(start, stop)
-        return self.cached.reach(order, start, stop, end=self._row.units)
+        return self.cached.reach(order, start, stop, end=len(order))
+
+    def _limit(self, part: int, upto: int) -> int:
+        """Positions of a part that are among the first ``upto`` of the source."""
+        assert self._row is not None
+        assert self.samples is not None
+        key = self._row.units, self._row.cut, part, upto
+        if key not in self._limits:
+            self._limits[key] = order_of_pass(self.samples, self._row, self._row.pass_number, part).limit(upto)
+        return self._limits[key]
 
     def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""

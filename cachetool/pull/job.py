@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from cachetool.cache import CacheDir, SourceRow
+from cachetool.core.permutation import part_size
 from cachetool.core.progress import Report
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format
@@ -79,6 +80,10 @@ class Prepared:
     """True when the listing is complete, so that no more segments follow."""
     change: ListingChange | None
     """The result of ``--refresh``; None without it."""
+    segments: tuple[int, ...]
+    """Numbers of units at which the listing has grown."""
+    parts: tuple[tuple[int, int, int], ...]
+    """Of each part that the cache is to draw: its number, its draws in a pass, and how many of them are asked for."""
 
     def to_json(self) -> Message:
         """Plain values."""
@@ -96,6 +101,8 @@ class Prepared:
                 "schema": Schema.from_json(value["schema"]),
                 "left_out": tuple((name, why) for name, why in value["left_out"]),
                 "change": None if change is None else ListingChange.from_json(change),
+                "segments": tuple(value["segments"]),
+                "parts": tuple((part, size, limit) for part, size, limit in value["parts"]),
             }
         )
 
@@ -124,6 +131,13 @@ class PrepareArguments:
     """Arguments of :class:`RateLimit`."""
     looked: str | None
     """The folder that keeps the bytes of the samples read for the schema."""
+    cut: int
+    parts: tuple[int, ...]
+    """The parts of the cut that the cache is to draw."""
+    samples: int | None
+    """So many first samples of the source, of which the parts have some; None for all."""
+    shared: str | None
+    """The folder of the listing that all nodes use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,8 @@ class PullJob:
     """Where that what was looked at beforehand lies on this machine."""
     is_new: bool
     """Whether the dataset has no shard yet."""
+    cut: int
+    """Into how many parts the source is cut."""
 
     @property
     def schema(self) -> Schema:
@@ -188,8 +204,26 @@ class PullJob:
 
     @property
     def wanted(self) -> int | None:
-        """Draws that were asked for."""
+        """Draws that were asked for beside those that are there; None for all, and for those of :attr:`upto`."""
+        return None if self.upto is not None else self._asked
+
+    @property
+    def upto(self) -> int | None:
+        """The first draws of the source that were asked for, of which the parts here have some; None for all, or for a
+        number beside those that are there."""
+        return self._asked if self.cut > 1 or self.options.part is not None else None
+
+    @property
+    def _asked(self) -> int | None:
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
+
+    def limits(self, source: SourceRow) -> dict[int, int]:
+        """How many draws of each part are asked for, once the source is as ``source`` says."""
+        if self.upto is not None and source.units != self.prepared.units:  # it grew, and a unit is one draw then
+            return {
+                part.number: part_size(min(self.upto, source.units), part.number, self.cut) for part in source.parts
+            }
+        return {part: limit for part, _, limit in self.prepared.parts}
 
     def task(self, root: str, job: str, **changes: Any) -> Task:
         """A sampler for a job of the cache in the folder ``root``; ``changes`` are fields of
@@ -289,6 +323,12 @@ class PullResult:
     """Units that a refresh did not find any more, or with another content."""
     vanished_examples: tuple[str, ...] = ()
     """Keys of the first 20 samples that vanished."""
+    listing: str = ""
+    """Digest of the listing: the same on all nodes that share the source."""
+    cut: int = 1
+    """Into how many parts the source is cut."""
+    parts: tuple[int, ...] = ()
+    """The parts of the source that this cache draws."""
     nodes: tuple[dict[str, Any], ...] = ()
     """Of a pull over several nodes, a row for each: node, cache, samples, shards, bytes, fetched, evicted_shards, state
     (empty, ``full`` or ``lost``)."""

@@ -20,9 +20,11 @@ from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.core.errors import UsageError
 from cachetool.proc.arrays import load_array
+from cachetool.proc.folders import remove_path
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
 from cachetool.pull.job import ListingChange, PrepareArguments, Prepared
+from cachetool.pull.shared_listing import agree, fetch, publish
 from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.braces import braces_of
@@ -56,16 +58,22 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
         options = numbered(options, [folder])
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).kept_of
     source = open_source(task.url, folder, options, units=task.units, pace=pace_of(task.pace), through=through)
-    probing = source
+    probing, order = source, task.order
+    if task.units is None:
+        order = {**order, "segments": source.segments}
     try:
-        probed = _first(source, task.order, gone)
+        probed = _first(source, order, gone)
         if task.refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
             probing = open_source(task.url, Path(task.refresh, "segment"), options, pace=pace_of(task.pace))
-            probed = probing.order(**{**task.order, "segments": ()})[np.arange(min(probing.units, PROBED))]
+            probed = probing.order(**{**order, "segments": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=task.skip_bad):
             probe = probing.probe(probed, skip_bad=task.skip_bad)
-        fresh = None if change is None else Listing.open(Path(task.refresh or "", "fresh"))
+        fresh = Path(task.refresh or "", "fresh")
+        upto = None if task.samples is None else -(-task.samples // probe.per_unit)
+        first = {**order, "pass_number": 0, "segments": ()}
+        orders = [(part, source.order(**first, part=part, cut=task.cut)) for part in task.parts]
+        left_out = Listing.open(fresh).left_out if change is not None and fresh.exists() else None
         return Prepared(
             url=source.url,
             identity=source.identity,
@@ -74,10 +82,12 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
             schema=probe.schema,
             mean_bytes=probe.mean_bytes,
             per_unit=probe.per_unit,
-            left_out=probe.left_out if fresh is None else fresh.left_out.listed(),
-            left_out_counts=probe.left_out_counts if fresh is None else fresh.left_out,
+            left_out=probe.left_out if left_out is None else left_out.listed(),
+            left_out_counts=probe.left_out_counts if left_out is None else left_out,
             complete=complete,
             change=change,
+            segments=source.segments,
+            parts=tuple((part, len(o), len(o) if upto is None else o.limit(upto)) for part, o in orders),
         ).to_json()
     finally:
         probing.close()
@@ -125,24 +135,40 @@ def _list(
     def progress(count: int) -> None:
         channel.send({"listed": count})
 
+    shared = None if task.shared is None else Path(task.shared)
     if not (folder / "listing.json").exists():
+        if shared is not None and fetch(shared, folder):
+            return True, None, []
         if task.early is None or braces_of(task.url) is not None:  # whose names are known without a listing
             list_source(task.url, folder, options, progress=progress, skip_bad=task.skip_keys)
+            if shared is not None and not publish(folder, shared):
+                remove_path(folder)
+                fetch(shared, folder)
             return True, None, []
         with EarlyListing(task.url, options, size=task.early, skip_bad=task.skip_keys) as listed:
             refuse_empty(listed.write(folder, progress=progress))
             return listed.ended, None, []
+    if shared is not None:
+        agree(folder, shared)
     if task.refresh is None:
         return True, None, []
     if (folder / TABLE_FILE).exists():
         raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
     old = SegmentedListing.open(folder, units=task.units)
-    options = replace(options, stem=old.stem)
-    fresh = list_source(
-        task.url, Path(task.refresh, "fresh"), options, progress=progress, kept=old.kept or (), skip_bad=task.skip_keys
-    )
-    change = _changes(old, fresh, Path(task.refresh, "segment"))
-    return True, change, load_array(Path(task.refresh, "segment", "vanished.npy")).tolist()
+    options, segment = replace(options, stem=old.stem), Path(task.refresh, "segment")
+    theirs = None if shared is None else shared / segment_name(len(old.parts))
+    names: tuple[str, ...] = ()
+    if theirs is None or not fetch(theirs, segment):
+        fresh = list_source(
+            task.url, Path(task.refresh, "fresh"), options, progress=progress, kept=old.kept or (),
+            skip_bad=task.skip_keys,
+        )  # fmt: skip
+        changes = write_changes(segment, old, fresh)
+        names = changes.names
+        if theirs is not None and changes.any and not publish(segment, theirs):
+            remove_path(segment)
+            fetch(theirs, segment)
+    return True, *_change(old, segment, names)
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:
@@ -158,14 +184,16 @@ def _first(source: Source, order: Message, gone: list[int]) -> Any:
         count = min(2 * count, _AT_ONCE)
 
 
-def _changes(old: SegmentedListing, fresh: Listing, folder: Path) -> ListingChange:
-    changes = write_changes(folder, old, fresh)
-    after = SegmentedListing([*old.parts, Listing.open(folder)])
-    return ListingChange(
-        added=changes.added,
-        vanished=changes.vanished,
-        names=changes.names,
+def _change(old: SegmentedListing, folder: Path, names: tuple[str, ...]) -> tuple[ListingChange, list[int]]:
+    """The difference that the segment in ``folder`` makes, and the units that have vanished."""
+    segment, vanished = Listing.open(folder), load_array(folder / "vanished.npy").tolist()
+    after = SegmentedListing([*old.parts, segment])
+    change = ListingChange(
+        added=segment.units,
+        vanished=len(vanished),
+        names=names,
         units=after.units,
         identity=after.identity,
         name=segment_name(len(old.parts)),
     )
+    return change, vanished

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -36,6 +38,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DrawOptions", "PullCall", "PullOptions", "ShardSize"]
 
+_PART = re.compile(r"(\d{1,9}(?:,\d{1,9})*)/(\d{1,9})", flags=re.ASCII)
+_MOST_CUT = 10**6
+_MOST_PARTS = 128
+"""Parts of a source in one cache, at most: every shard's record lists them."""
+_LAUNCHERS = ("SLURM_NODEID", "SLURM_NNODES"), ("GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""The variables by which Slurm, and torchrun, say which node of how many this is: the index follows the disk, not the
+rank."""
+
 
 def _shard_size(value: Any, *, what: str) -> int:
     nbytes = parse_size(value, what=what)
@@ -56,6 +66,39 @@ def _first_shard_after(value: Any, *, what: str) -> float:
     if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
         return 0.0
     return parse_duration(value, what=what)
+
+
+def _part(value: Any, *, what: str) -> str:
+    """``I[,J...]/N``, for ``auto`` as well."""
+    text = parse_text(value, what=what)
+    if text == "auto":
+        return _part_of_node()
+    if _PART.fullmatch(text) is None:
+        raise UsageError(f"--part {shown(text)} is not I/N; write it like --part 0/8, or --part 0,1/8")
+    return text
+
+
+def _part_of_node() -> str:
+    for names in _LAUNCHERS:
+        if not set(names) <= os.environ.keys():
+            continue
+        try:
+            index, count, *on_node = (int(os.environ[name]) for name in names)
+            nodes, more = divmod(count, on_node[0] if on_node else 1)
+            if more or not 0 <= index < nodes:
+                raise ValueError(names)
+            return f"{index}/{nodes}"
+        except (ValueError, ZeroDivisionError):
+            values = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
+            raise UsageError(f"--part auto cannot be found of {values}; give --part I/N") from None
+    missing = (" and ".join(name for name in names if name not in os.environ) for names in _LAUNCHERS)
+    raise UsageError(f"--part auto finds no number of this node: {', or '.join(missing)} not set; give --part I/N")
+
+
+def _listing(value: Any, *, what: str) -> str:
+    from cachetool.proc.disk import parse_location
+
+    return os.path.abspath(parse_location(value, what=what))
 
 
 ShardSize = Annotated[
@@ -113,8 +156,29 @@ class DrawOptions(SourceOptions):
         float | str, Option("Share of a full cache that each epoch gives up for new samples.", "SHARE", parse_fraction)
     ] = "10%"
 
+    part: Annotated[
+        str | None,
+        Option(
+            "Draw the share of node I, from 0, of N nodes with a cache each; auto: as Slurm or torchrun number this"
+            " node. --samples then counts for all nodes together, from the beginning.",
+            "I[,J...]/N|auto", _part,
+        ),
+    ] = None  # fmt: skip
+    parts: Annotated[
+        int | None,
+        Option("With --part: cut the source into P parts, so that N may change. Default: N.", "P", parse_whole),
+    ] = None
+    listing: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            "A folder that all nodes see: who lists SOURCE first leaves the listing there for the others.",
+            "DIR", _listing,
+        ),
+    ] = None  # fmt: skip
+    repart: Annotated[bool, Option("With --part: let samples go that are in the share of another node now.")] = False
+
     elsewhere: ClassVar = {
-        "max_size": "the cap is the cache's: open_cache(..., max_size=)",
+        **SourceOptions.elsewhere,
         **dict.fromkeys(("samples", "all", "follow", "wait", "progress"), "use cache.pull for a pull with an end"),
     }
 
@@ -130,6 +194,9 @@ class DrawOptions(SourceOptions):
             from cachetool.sources.kinds import check_read_as
 
             check_read_as(self.read_as)
+        if self.part is None and (self.parts is not None or self.repart):
+            raise UsageError("--parts and --repart go with --part; add that, or leave them out")
+        _ = self.share
         if self.start_early and self.label_from_folder == "int":
             raise UsageError(
                 "--label-from-folder int numbers all folders, which --start-early does not know yet; leave one of the"
@@ -147,11 +214,33 @@ class DrawOptions(SourceOptions):
     @property
     def source(self) -> SourceOptions:
         """The options of the source alone."""
-        return self.part(SourceOptions)
+        return self.only(SourceOptions)
 
     def with_source(self, source: SourceOptions) -> Self:
         """The same options for another source."""
         return replace(self, **{one.name: getattr(source, one.name) for one in fields(SourceOptions)})
+
+    @property
+    def share(self) -> tuple[int, tuple[int, ...]] | None:
+        """Into how many parts the source is cut, and which of them this node draws; None where nothing is said."""
+        if self.part is None:
+            return None
+        match = _PART.fullmatch(self.part)
+        assert match is not None
+        numbers, nodes = {int(number) for number in match[1].split(",")}, int(match[2])
+        if not max(numbers) < nodes:
+            raise UsageError(f"--part {self.part} names node {max(numbers)} of {nodes}; they are numbered from 0")
+        cut = nodes if self.parts is None else self.parts
+        if nodes > _MOST_CUT:
+            raise UsageError(f"--part {self.part} has {nodes} nodes; there may be {_MOST_CUT}")
+        if not nodes <= cut <= _MOST_CUT:
+            raise UsageError(f"--parts {cut} cannot be used for {nodes} nodes: {nodes} to {_MOST_CUT}")
+        parts = sorted(part for number in numbers for part in range(number, cut, nodes))
+        if len(parts) > _MOST_PARTS:
+            raise UsageError(
+                f"--part {self.part} gives one cache {len(parts)} parts of {cut}, over {_MOST_PARTS}; lower --parts"
+            )
+        return cut, tuple(parts)
 
     @property
     def first_shard_seconds(self) -> float | None:
@@ -163,7 +252,14 @@ class DrawOptions(SourceOptions):
 class PullOptions(DrawOptions):
     """How to pull, and until when."""
 
-    samples: Annotated[int | None, Option("Draw N samples that were not drawn before.", "N", parse_whole)] = None
+    samples: Annotated[
+        int | None,
+        Option(
+            "Draw N samples that were not drawn before; with --part, N from the beginning for all nodes.",
+            "N",
+            parse_whole,
+        ),
+    ] = None
     all: Annotated[bool, Option("Draw all that is left of the source, older shards evicted for it.")] = False
     follow: Annotated[bool, Option("Keep drawing until stopped; once the cache is full old shards go.")] = False
     wait: RoomWait = "60s"
@@ -207,7 +303,9 @@ class _Place(Options):
     placement: Annotated[
         str | None,
         Option(
-            "With --on ray: each sample on one node (default), or the same samples on every node.", "split|replicate"
+            "With --on ray: each sample on one node (default), or the same samples on every node.",
+            "split|replicate",
+            choice("split", "replicate"),
         ),
     ] = None
     progress: Annotated[Report, Option("A function that is told how far the pull is.", command_line=False)] = silent

@@ -15,7 +15,9 @@ from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.admission import asked, refuse_full_disk
 from cachetool.cache.capping import least_cap
 from cachetool.cache.commit import folder_bound
+from cachetool.cache.draws import Part
 from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.own_parts import refuse_loss
 from cachetool.cache.records import RANGE_BYTES
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapTooSmall, UsageError
@@ -43,6 +45,7 @@ __all__ = [
     "format_of",
     "looked_at",
     "pace",
+    "parts_of",
     "prepare",
     "refuse_cap",
     "refuse_other_names",
@@ -98,6 +101,27 @@ def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
             raise UsageError(f"{place} --stem {new.stem}, decided by its names; leave --stem out")
 
 
+def parts_of(cache: CacheDir, source: SourceRow | None, options: PullOptions) -> tuple[int, tuple[int, ...]]:
+    """Into how many parts the source is cut, and which of them the cache is to draw. Raises :class:`UsageError` when
+    the cache would lose samples, and for options that need a source in one part or a listing for all nodes."""
+    cut, parts = options.share or (1, (0,))
+    if source is not None:
+        if options.share is None:
+            cut, parts = source.cut, tuple(part.number for part in source.parts)
+        if not options.repart:
+            with cache.catalog.read() as connection:
+                refuse_loss(connection, cache.root, source.id, cut, parts)
+    if options.start_early and (cut > 1 or options.listing is not None):
+        raise UsageError("--start-early is for a source in one part, listed by one cache; leave it out")
+    if options.refresh and cut > 1 and options.listing is None:
+        raise UsageError(
+            "--refresh of a source in parts needs one listing for all nodes: name a folder they share with --listing"
+        )
+    if options.listing is not None and not Path(options.listing).is_dir():
+        raise UsageError(f"--listing {options.listing} is no folder; make it where all nodes see it")
+    return cut, parts
+
+
 def drawn_as(source: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
     """Seed, and whether sequential, that a source is drawn with. Raises :class:`UsageError` when it is another way."""
     seed, order = options.seed, options.order
@@ -146,6 +170,7 @@ def prepare(
     listing: Path,
     order: tuple[int, bool],
     source: SourceRow | None,
+    share: tuple[int, tuple[int, ...]],
     scratch: Path,
     report: Report,
 ) -> Prepared:
@@ -176,6 +201,10 @@ def prepare(
         early=SEGMENT if options.start_early else None,
         pace=pace(options, scratch),
         looked=looked_at(url, scratch),
+        cut=share[0],
+        parts=share[1],
+        samples=options.samples,
+        shared=None if options.listing is None else str(Path(options.listing, source_id(url, options))),
     )
     (message,) = engine.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], on_message)
     prepared = Prepared.from_json(message)
@@ -218,7 +247,7 @@ def looked_at(url: str, scratch: Path) -> str | None:
 
 
 def source_row(
-    id: Id, options: PullOptions, prepared: Prepared, order: tuple[int, bool], source: SourceRow | None
+    id: Id, options: PullOptions, prepared: Prepared, order: tuple[int, bool], cut: int, source: SourceRow | None
 ) -> SourceRow:
     """The row of a source that is taken in; that of a known one stays."""
     if source is not None:
@@ -233,10 +262,12 @@ def source_row(
         samples=prepared.samples,
         seed=order[0],
         pass_number=0,
-        frontier=0,
         skipped=0,
+        segments=prepared.segments,
         sequential=order[1],
         complete=prepared.complete,
+        cut=cut,
+        parts=tuple(Part(part, 0, size) for part, size, _ in prepared.parts),
     )
 
 

@@ -23,6 +23,7 @@ from cachetool.cache.draws import close_job, job_row
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
 from cachetool.cache.layout import cache_option
+from cachetool.cache.own_parts import assign
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
 from cachetool.core.names import Id
@@ -43,6 +44,7 @@ from cachetool.pull.prepare import (
     format_of,
     looked_at,
     pace,
+    parts_of,
     prepare,
     refuse_cache,
     refuse_other_names,
@@ -98,6 +100,7 @@ def pull(
         source = cache.source(id)
         if source is None:
             refuse_other_names(cache, url, options)
+        cut, _ = share = parts_of(cache, source, options)
         options = _fields_as_before(options, source)
         # Outside of the cache until its size is known: what is in the cache is charged first.
         scratch = stack.enter_context(listing_scratch())
@@ -108,21 +111,24 @@ def pull(
             source = cache.source(id)
         order = drawn_as(source if source is not None or nodes is None else nodes.source(), options)
         prepared = prepare(
-            engine, cache, url, options,
-            listing=new_listing or cache.listing(id), order=order, source=source, scratch=scratch, report=report,
+            engine, cache, url, options, listing=new_listing or cache.listing(id), order=order, source=source,
+            share=share, scratch=scratch, report=report,
         )  # fmt: skip
         options = options.with_source(with_classes(options.source, prepared.schema))
         formats = {shard.format for shard in cache.shards(options.dataset)}
-        plan = _plan(cache, url, options, prepared, nodes, id=id, scratch=scratch, began=began)
+        plan = _plan(cache, url, options, prepared, nodes, id=id, cut=cut, scratch=scratch, began=began)
         if nodes is None:
             refuse_small_cap(cache, options, plan.kind, prepared, listing=new_listing)
         if source is None:
             stack.callback(withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, prepared.schema)
-        row, change = source_row(id, options, prepared, order, source), prepared.change
+        row, change = source_row(id, options, prepared, order, cut, source), prepared.change
         if new_listing is not None:
             cache.add_source(row, new_listing, new=source is None)
-        elif change is not None and (change.added or change.vanished):
+        if source is not None:
+            sizes = {part: size for part, size, _ in prepared.parts}
+            assign(cache, source.id, cut, sizes, prepared.segments, repart=options.repart)
+        if new_listing is None and change is not None and (change.added or change.vanished):
             segment = scratch / "segment"
             grow_source(cache, row, segment, change.name, units=change.units, identity=change.identity, complete=True)
         if nodes is None:
@@ -218,6 +224,7 @@ def _plan(
     nodes: NodeCaches | None,
     *,
     id: Id,
+    cut: int,
     scratch: Path,
     began: float,
 ) -> PullJob:
@@ -240,6 +247,7 @@ def _plan(
         began=began,
         looked=looked,
         is_new=newest is None,
+        cut=cut,
     )
 
 
@@ -284,10 +292,15 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
 
 def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
     """Open the job, run the workers, close it."""
-    options, wanted = plan.options, plan.wanted
+    options, wanted, samples = plan.options, plan.wanted, plan.options.samples
     job, source = _open_job(cache, plan)
-    left = source.units - drawn_of(cache, source)
-    count = left if wanted is None else min(left, wanted)
+    if plan.upto is None:
+        left = source.size - drawn_of(cache, source)
+        count = left if wanted is None else min(left, wanted)
+    else:
+        with cache.catalog.read() as connection:
+            count = draws.draws_left(connection, source, plan.limits(source))
+        samples = count * plan.per_unit
     endless = options.follow or not source.complete
     workers = options.workers if endless else max(1, min(options.workers, -(-count // plan.per_shard)))
     root = str(cache.root.resolve())
@@ -306,7 +319,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
             tasks = [plan.task(root, job, first_shard_in=None)] * min(workers, len(tasks))
-            more = not full and ask_for_more(cache, job, reports.samples, options.samples)
+            more = not full and plan.upto is None and ask_for_more(cache, job, reports.samples, samples)
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -315,11 +328,12 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(plan.id) or source
-    complete = source.complete and drawn_of(cache, source) >= source.units
-    if full and options.evicts and not complete and (options.samples is None or reports.samples < options.samples):
-        asked = min(source.samples, count * plan.per_unit) if options.samples is None else options.samples
-        samples = min(asked, source.samples or asked)
-        cap = cap_for_all(cache, job, options, plan.schema, plan.kind, samples=samples)
+    complete = source.complete and drawn_of(cache, source) >= source.size
+    if full and options.evicts and not complete and (samples is None or reports.samples < samples):
+        asked = min(source.samples, count * plan.per_unit) if samples is None else samples
+        cap = cap_for_all(
+            cache, job, options, plan.schema, plan.kind, samples=min(asked, source.samples or asked)
+        )  # fmt: skip
         raise _stopped(options, f"{reports.samples} of {asked}", full[0], evicted=ended.evicted, cap=cap)
     return PullResult(
         source=source.url,
@@ -335,7 +349,10 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
         evicted_shards=ended.evicted,
         seconds=round(time.monotonic() - plan.began, 3),
         pass_complete=complete,
-        reason=why_ended(reports.samples, options.samples, complete=complete, full=bool(full)),
+        reason=why_ended(reports.samples, samples if plan.upto is None else None, complete=complete, full=bool(full)),
+        listing=source.identity,
+        cut=source.cut,
+        parts=tuple(part.number for part in source.parts),
     )
 
 
@@ -347,8 +364,8 @@ def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
     def begin(connection: Connection) -> tuple[str, SourceRow]:
         holder.register(connection)
         return draws.open_job(
-            connection, plan.id, holder=holder.id, wanted=plan.wanted, seed=options.seed, room=options.room,
-            next_pass=not options.reopened,
+            connection, plan.id, holder=holder.id, wanted=plan.wanted, upto=plan.upto, seed=options.seed,
+            room=options.room, next_pass=not options.reopened,
         )  # fmt: skip
 
     return edged(cache.catalog, cache.layout, begin)

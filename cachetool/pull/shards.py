@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import mark_tried
+from cachetool.cache.draws import ClaimGone, mark_tried
 from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.core.block import BLOCK_BYTES, Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
@@ -81,7 +81,8 @@ class Drawing:
         source = claims.samples
         assert source is not None
         self._cache, self._claims, self._source, self._plan, self._claim = cache, claims, source, plan, claim
-        units = order_of_pass(source, claim.source, claim.pass_number)[np.arange(claim.start, claim.stop)]
+        order = order_of_pass(source, claim.source, claim.pass_number, claim.part)
+        units = order[np.arange(claim.start, claim.stop)]
         self._is_handed = isinstance(claims, Handed)
         self._cached = claims.there(claim, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
@@ -112,8 +113,8 @@ class Drawing:
         )
 
     def run(self, ahead: Callable[[], Drawing | None]) -> Drawing | None:
-        """Fetch all positions of the claim and commit them. Gives what ``ahead`` did, which is called once all of them
-        have been asked for."""
+        """Fetch all positions of the claim and commit them, unless their part is drawn elsewhere by now. Gives what
+        ``ahead`` did, which is called once all of them have been asked for."""
         coming, asked = None, False
         try:
             for piece in self._pieces:
@@ -122,6 +123,8 @@ class Drawing:
                 self._take(piece)
             self._even = False
             self._commit(self._claim.stop)
+        except ClaimGone:
+            return coming
         except BaseException as error:
             if coming is not None:
                 coming.close()
@@ -266,7 +269,7 @@ class Drawing:
 
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-                origin=Origin(plan.source, self._source.url, self._claim.pass_number, ranges),
+                origin=Origin(plan.source, self._source.url, self._claim.pass_number, ranges, self._claim.part),
                 close=close,
             )
             self._staging = None

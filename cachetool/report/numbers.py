@@ -24,7 +24,7 @@ _BINS_OF_SHARDS = 20
 _BEGIN = 60.0
 """Seconds before the first point in which the cache may have been made, at most, for it to have begun empty."""
 
-_AT_ONCE = ("evict", "corrupt")
+_AT_ONCE = ("evict", "moved", "corrupt")
 """Reasons of evictions that go with no pull."""
 
 Floats = npt.NDArray[np.float64]

@@ -26,6 +26,7 @@ _WORDS = {
     "room": "room for a pull",
     "renewal": "renewal at an epoch",
     "evict": "cachetool evict",
+    "moved": "another node's part",
     "corrupt": "damaged",
 }
 _STATES = {"read by an epoch": "blue", "not read yet": "orange", "leaving": "violet"}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.schema import Schema
 from cachetool.sources.fetch import Fetching
-from cachetool.sources.order import DrawOrder
+from cachetool.sources.order import PartOrder
 
 __all__ = ["Hurry", "ReadResult", "Probe", "Reading", "Skipped", "Source", "unhurried"]
 
@@ -110,14 +110,22 @@ class Source(Protocol):
     """Number of samples, as far as the listing tells."""
     identity: str
     """Hexadecimal digest of the listing and of the options that decide what a unit number means."""
+    segments: tuple[int, ...]
+    """Numbers of units at which the listing has grown."""
     vanished: npt.NDArray[np.int64]
     """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
     def order(
-        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
-    ) -> DrawOrder:
-        """The order of a pass, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so that it may be
-        asked for often."""
+        self,
+        *,
+        seed: int,
+        pass_number: int,
+        segments: Sequence[int] = (),
+        sequential: bool = False,
+        part: int = 0,
+        cut: int = 1,
+    ) -> PartOrder:
+        """The order in which a pass draws a part; kept, so that it may be asked for often."""
         ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:

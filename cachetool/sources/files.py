@@ -37,7 +37,7 @@ from cachetool.sources.file_table import Run, Table
 from cachetool.sources.images import ImageSurvey, no_images, packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.order import DrawOrder, order_of
+from cachetool.sources.order import PartOrder
 from cachetool.sources.readers import NOT_ASKED, NOTE, EmptyFile, MisfitRows
 from cachetool.sources.rows import joined
 from cachetool.sources.shapes import common_of, fitted
@@ -157,14 +157,22 @@ class FilesSource:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._reader: Reader = reader_of(self._files, table, options)
         self._fetcher: Fetcher[Get, Body] = Fetcher(self._fetch, options.concurrency or store.concurrency)
-        self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
+        self._order = functools.lru_cache(maxsize=64)(functools.partial(PartOrder, self._sizes))
         self.vanished = np.zeros(0, dtype=np.int64)
+        self.segments: tuple[int, ...] = ()
 
     def order(
-        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
-    ) -> DrawOrder:
+        self,
+        *,
+        seed: int,
+        pass_number: int,
+        segments: Sequence[int] = (),
+        sequential: bool = False,
+        part: int = 0,
+        cut: int = 1,
+    ) -> PartOrder:
         """Units in a seeded order, then the rows of each. Files do not grow: there are no ``segments``."""
-        return self._order(seed=seed, pass_number=pass_number, sequential=sequential)
+        return self._order(seed=seed, pass_number=pass_number, sequential=sequential, part=part, cut=cut)
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""

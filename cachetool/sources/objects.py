@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import AccessDenied, BadObject, Interrupted, NotFound, SourceError, Unreachable, UsageError
-from cachetool.core.permutation import SegmentedOrder
 from cachetool.core.schema import KEY, MAX_FIELDS, Schema
 from cachetool.core.units import format_size
 from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
@@ -36,7 +35,7 @@ from cachetool.sources.images import no_images
 from cachetool.sources.keys import CONTAINERS, IMAGES, Part, Stem
 from cachetool.sources.limits import MAX_VALUE
 from cachetool.sources.options import LABEL, SourceOptions
-from cachetool.sources.order import DrawOrder
+from cachetool.sources.order import PartOrder
 from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.sources.value_format import check_value_format, is_raw
@@ -200,6 +199,7 @@ class ObjectsSource:
         self.units = self.samples = listing.units
         self.identity = listing.identity
         self.vanished = listing.vanished
+        self.segments = listing.segments
         self.skipped = listing.names
         """What is in no sample, and notes on how the objects are read."""
         self.left_out_counts = dict(listing.left_out)
@@ -208,10 +208,20 @@ class ObjectsSource:
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
 
     def order(
-        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
-    ) -> DrawOrder:
+        self,
+        *,
+        seed: int,
+        pass_number: int,
+        segments: Sequence[int] = (),
+        sequential: bool = False,
+        part: int = 0,
+        cut: int = 1,
+    ) -> PartOrder:
         """Every unit is one sample."""
-        return SegmentedOrder(self.units, seed=seed, pass_number=pass_number, segments=segments, sequential=sequential)
+        return PartOrder(
+            self.units, seed=seed, pass_number=pass_number, segments=segments, home=self.segments, part=part, cut=cut,
+            sequential=sequential,
+        )  # fmt: skip
 
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""

@@ -6,20 +6,26 @@
     drawn             1 1 1 1   2 2 2   0 0 0 0     is drawn together
     positions         0 . . .   4 . .   7 . . 10    claims that end where a unit does fetch nothing twice
 
-Where every unit is one sample this is :class:`cachetool.core.permutation.Permutation` itself, computed and never
-stored; otherwise 8 bytes a unit are.
+Several caches share a source without a word between them, by parts of its order::
+
+    home numbers      unit 1: 0   unit 2: 1   unit 0: 2      places in the order of pass 0, segment after segment
+    part 0 of 2       unit 1, unit 0                         home numbers that are 0 modulo 2, in every pass
+    part 1 of 2       unit 2
+
+Where every unit is one sample the order is computed and never stored; otherwise 16 bytes a unit of the part are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.permutation import Permutation
+from cachetool.core.permutation import Permutation, SegmentedOrder, part_size
 
-__all__ = ["DrawOrder", "SequentialOrder", "SingleOrder", "UnitOrder", "order_of"]
+__all__ = ["DrawOrder", "PartOrder"]
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -36,32 +42,78 @@ class DrawOrder(Protocol):
         ...
 
 
-class SingleOrder(Permutation):
-    """Units of one sample each."""
+class PartOrder:
+    """One part of a pass over a source; see :class:`DrawOrder`.
 
-    __slots__ = ()
+    ``sizes`` are the samples of each unit, or the number of units of one sample each. ``segments`` are the places
+    between the segments of this pass, ``home`` those between all segments of the source, both counted in samples;
+    ``segments`` is made of some of ``home``. Each segment is drawn after all before it, so that one more moves nothing.
 
-    def unit_end(self, start: int, stop: int) -> int:
-        """Nothing can be split."""
-        return stop
+    A source cut into ``cut`` parts has in ``part`` the units whose home number is ``part`` modulo ``cut``: in pass 0 by
+    that number, later in a seeded order of each segment. The order inside a unit depends on no cut. A source in one
+    part is drawn in each pass in an order of all its units.
+    """
 
+    def __init__(
+        self,
+        sizes: _Numbers | int,
+        *,
+        seed: int = 0,
+        pass_number: int = 0,
+        segments: Sequence[int] = (),
+        home: Sequence[int] = (),
+        part: int = 0,
+        cut: int = 1,
+        sequential: bool = False,
+    ) -> None:
+        if not isinstance(sizes, int) and (sizes == 1).all():
+            sizes = len(sizes)
+        self._part, self._cut, self._seed = part, cut, seed
+        self._sizes = None if isinstance(sizes, int) else sizes
+        self._units = sizes if isinstance(sizes, int) else len(sizes)
+        segments, home = self._in_units(segments), self._in_units(home)
+        # Counted up to the first segment, so that the orders inside units stay as they are when the source grows.
+        self._inside = None if sequential else pass_number * (segments[0] if segments else self._units)
+        self._home: SegmentedOrder | None = None
+        label = ""
+        if cut > 1:
+            label = f"{part}/{cut}"
+            self._home = SegmentedOrder(self._units, seed=seed, segments=home, sequential=sequential)
+            sequential = sequential or pass_number == 0
+            segments = [part_size(place, part, cut) for place in segments]
+        count = part_size(self._units, part, cut)
+        # A part has no unit of a segment that is shorter than the cut.
+        places = sorted({place for place in segments if 0 < place < count})
+        self._order = SegmentedOrder(
+            count, seed=seed, pass_number=pass_number, segments=places, part=label, sequential=sequential
+        )
+        self._drawn: _Numbers | None = None
+        if self._sizes is not None:
+            self._drawn = self._unit_at(np.arange(count, dtype=np.int64))
+            self._first = np.cumsum(self._sizes) - self._sizes
+            self._ends = np.cumsum(self._sizes[self._drawn])
 
-class UnitOrder:
-    """Units of ``sizes`` samples, numbered one after another; see :class:`DrawOrder`."""
+    def _in_units(self, places: Sequence[int]) -> list[int]:
+        """Places between samples as places between units."""
+        if self._sizes is None:
+            return list(places)
+        ends: list[int] = (np.searchsorted(np.cumsum(self._sizes), np.array(places, dtype=np.int64)) + 1).tolist()
+        return ends
 
-    def __init__(self, sizes: _Numbers, *, seed: int = 0, pass_number: int = 0) -> None:
-        self._seed, self._pass_number = seed, pass_number
-        self._units: _Numbers = Permutation(len(sizes), seed=seed, pass_number=pass_number)[
-            np.arange(len(sizes), dtype=np.int64)
-        ]
-        self._first = np.cumsum(sizes) - sizes
-        self._ends = np.cumsum(sizes[self._units])
+    def _unit_at(self, places: _Numbers) -> _Numbers:
+        """The units at these places of the part."""
+        units = self._order[places]
+        return units if self._home is None else self._home[self._part + self._cut * units]
 
     def __len__(self) -> int:
+        if self._drawn is None:
+            return len(self._order)
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, positions: Any) -> _Numbers:
         at = np.asarray(positions, dtype=np.int64)
+        if self._drawn is None or self._sizes is None:
+            return self._unit_at(at)
         if at.size and (int(at.min()) < 0 or int(at.max()) >= len(self)):
             raise IndexError(f"position outside 0 .. {len(self) - 1}")
         places = np.searchsorted(self._ends, at, side="right")
@@ -70,52 +122,31 @@ class UnitOrder:
         cuts = np.flatnonzero(np.diff(places.flat[by_unit])) + 1
         for group in np.split(by_unit, cuts) if at.size else ():
             place = int(places.flat[group[0]])
-            start = int(self._ends[place - 1]) if place else 0
-            unit, size = int(self._units[place]), int(self._ends[place]) - start
-            inside = at.flat[group] - start
-            if size > 1:
+            unit = int(self._drawn[place])
+            size = int(self._sizes[unit])
+            inside = at.flat[group] - (int(self._ends[place]) - size)
+            if size > 1 and self._inside is not None:
                 # Another order in each unit: else all chunks of one size would be gone through alike.
-                pass_of_unit = self._pass_number * len(self._units) + unit
-                inside = Permutation(size, seed=self._seed, pass_number=pass_of_unit)[inside]
+                inside = Permutation(size, seed=self._seed, pass_number=self._inside + unit)[inside]
             out.flat[group] = self._first[unit] + inside
         return out
 
     def unit_end(self, start: int, stop: int) -> int:
         """The last end of a unit up to ``stop``, or the first one behind ``start``."""
-        return _unit_end(self._ends, start, stop)
+        if self._drawn is None:
+            return stop
+        last = int(np.searchsorted(self._ends, stop, side="right")) - 1
+        if last >= 0 and self._ends[last] > start:
+            return int(self._ends[last])
+        return int(self._ends[np.searchsorted(self._ends, start, side="right")])
 
-
-class SequentialOrder:
-    """Everything in its place, unit after unit."""
-
-    def __init__(self, sizes: _Numbers | int) -> None:
-        self._ends = None if isinstance(sizes, int) else np.cumsum(sizes)
-        self._count = sizes if isinstance(sizes, int) else int(np.sum(sizes))
-
-    def __getitem__(self, positions: Any) -> _Numbers:
-        at = np.array(positions, dtype=np.int64)
-        if at.size and (int(at.min()) < 0 or int(at.max()) >= self._count):
-            raise IndexError(f"position outside 0 .. {self._count - 1}")
-        return at
-
-    def unit_end(self, start: int, stop: int) -> int:
-        """As :meth:`UnitOrder.unit_end`."""
-        return stop if self._ends is None else _unit_end(self._ends, start, stop)
-
-
-def _unit_end(ends: _Numbers, start: int, stop: int) -> int:
-    last = int(np.searchsorted(ends, stop, side="right")) - 1
-    if last >= 0 and ends[last] > start:
-        return int(ends[last])
-    return int(ends[np.searchsorted(ends, start, side="right")])
-
-
-def order_of(sizes: _Numbers | int, *, seed: int, pass_number: int, sequential: bool = False) -> DrawOrder:
-    """The order of units of ``sizes`` samples, or of so many units of one sample each."""
-    if sequential:
-        return SequentialOrder(sizes)
-    if isinstance(sizes, int):
-        return SingleOrder(sizes, seed=seed, pass_number=pass_number)
-    if (sizes == 1).all():
-        return SingleOrder(len(sizes), seed=seed, pass_number=pass_number)
-    return UnitOrder(sizes, seed=seed, pass_number=pass_number)
+    def limit(self, upto: int) -> int:
+        """How many of the first ``upto`` draws of pass 0 over the whole source are in this part."""
+        if self._home is None:
+            return min(upto, len(self))
+        if self._sizes is None:
+            return part_size(min(upto, self._units), self._part, self._cut)
+        sizes = self._sizes[self._home[np.arange(self._units, dtype=np.int64)]]
+        # Of each unit in the order of pass 0 so many samples: all, those that are left of `upto`, none.
+        taken = np.clip(upto - (np.cumsum(sizes) - sizes), 0, sizes)
+        return int(taken[self._part :: self._cut].sum())

@@ -100,6 +100,11 @@ class SegmentedListing:
         return cls(parts)
 
     @property
+    def segments(self) -> tuple[int, ...]:
+        """The numbers of units at which a further part with units begins."""
+        return tuple(sorted({int(start) for start in self._starts} - {0, self.units}))
+
+    @property
     def identity(self) -> str:
         """Digest of what every unit number means."""
         parts = [part.identity for part in self.parts if part.units]
