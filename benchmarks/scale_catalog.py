@@ -45,7 +45,7 @@ def fill(root: Path, shards: int) -> None:
         (Path(listing) / "listing.json").write_text("{}")
         units = 2 * shards * SAMPLES
         cache.add_source(
-            SourceRow(Id("5" * 16), "s3://bucket/", {}, "i", "default", units, units, 0, 0, 0, 0), Path(listing)
+            SourceRow(Id("5" * 16), "s3://bucket/", {}, "i", "default", units, units, 0, 0, 0), Path(listing)
         )
         pages = FIRST_PAGES
         while pages * 4096 < 1000 * shards:
@@ -76,7 +76,7 @@ def fill(root: Path, shards: int) -> None:
                 ],
             )
             connection.execute("UPDATE cache SET version = ?, next_seq = ?", (shards + 1, shards + 2))
-            connection.execute("UPDATE sources SET frontier = ?", (shards * SAMPLES,))
+            connection.execute("UPDATE parts SET frontier = ?", (shards * SAMPLES,))
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:

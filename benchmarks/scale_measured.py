@@ -156,7 +156,7 @@ def claims(address: str, folder: Path) -> tuple[float, float, float, float]:
     root, listing, objects = folder / "whole", folder / "whole.listing", folder / "objects"
     objects.mkdir()
     write_listing(listing, [[Object(f"{n:012d}.bin", 1) for n in range(KEYS)]], stem=Stem("first"), url=str(objects))
-    row = SourceRow("s" * 16, str(objects), {}, "i", "default", KEYS, KEYS, 0, 0, 0, 0)
+    row = SourceRow("s" * 16, str(objects), {}, "i", "default", KEYS, KEYS, 0, 0, 0)
     with open_cache(root, max_size="200MB") as cache:
         cache.declare("default", Schema((Field("bin", "bytes"),)))
         cache.add_source(row, listing)

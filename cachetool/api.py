@@ -61,10 +61,12 @@ def pull_into(cache: Cache, source: str | os.PathLike[str], options: PullCall) -
     from cachetool.pull.run import pull, pull_and_follow
 
     source, call = options.at(parse_location(source, what="source="))
-    asked, notify = call.part(PullOptions), cache.asked["notify"] or (lambda line: None)
+    asked, notify = call.only(PullOptions), cache.asked["notify"] or (lambda line: None)
     if runs_on_cluster(call.on, cache.root, address=call.address, placement=call.placement):
         from cachetool.cluster.pull import pull_over
 
+        if asked.part is not None or asked.listing is not None:
+            raise UsageError("--part and --listing are for nodes that draw by themselves; leave out --on ray")
         size = {name: cache.asked[name] for name in ("max_size", "min_free")}
         return pull_over(
             cache.root, source, asked, address=call.address, placement=call.placement or "split", **size,

@@ -59,10 +59,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cache.repair": {"os.rename": CACHE},
     "cache.transaction_lock": {"os.O_CREAT": CACHE},
     "cache.unmaking": {"os.rename": "the root of a cache, to a random name", "rmdir": "folders above it, while empty"},
-    "cli.bench": {"tempfile.TemporaryFile": "has no name"},
     "stores.whole": {"tempfile.TemporaryFile": "has no name"},
     "cli.output": {"open w": "/dev/null"},
     "formats.hdf5": {"h5py.File w": "into memory"},
+    "pull.shared_listing": {"chmod": "of a new folder that nobody else may enter yet"},
     "sources.file_opening": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
 }
 OS = {

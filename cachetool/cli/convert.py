@@ -62,6 +62,7 @@ def convert(
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool.api import open_cache, runs_on_cluster
+    from cachetool.cli import nodes
     from cachetool.conversion import run
 
     output = Output(as_json=as_json, quiet=quiet)
@@ -71,9 +72,10 @@ def convert(
         options.refuse_input()
     if source is None and options.out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
-    if source is not None and not dry_run and (cache is not None or max_size is not None):
-        if options.out is None:
-            raise run.needs_out(source, cache)
+    on_cluster = runs_on_cluster(on, cache, address=address)
+    if source is not None and (cache is not None or max_size is not None):
+        if options.out is None and not dry_run:
+            raise nodes.needs_out(source, cache, address) if on_cluster else run.needs_out(source, cache)
         name = "--max-size" if cache is None else "--cache"
         raise UsageError(
             f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
@@ -82,9 +84,7 @@ def convert(
         assert source is not None
         _show_preview(output, source, options)
         return
-    if runs_on_cluster(on, cache, address=address):
-        from cachetool.cli import nodes
-
+    if on_cluster:
         if source is None:
             nodes.convert_caches(output, cache, options, max_size, address)
             return

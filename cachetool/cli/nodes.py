@@ -156,19 +156,25 @@ def convert_caches(
     _end(out, nodes, nodes.as_dict() if out.as_json else None)
 
 
+def needs_out(source: str, cache: str | None, address: str | None) -> UsageError:
+    """The error of an input that all nodes see without a folder for its files."""
+    from cachetool.stores import redact
+
+    return UsageError(
+        "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
+        f"\ninto the caches of the nodes a file is pulled: cachetool pull {shlex.quote(redact(source))} --all"
+        f" --on ray{address_option(address)}{_cache_option(cache)}"
+    )
+
+
 def convert_files(out: Output, source: str, options: ConvertCall, address: str | None) -> ConvertResult:
     """An input that all nodes see, as plain files in a folder that all see: its parts are written by all nodes."""
     from cachetool.cluster.engine import connect
     from cachetool.cluster.spread import Spread
     from cachetool.conversion.run import convert
-    from cachetool.stores import redact
 
     if options.folder is None:
-        raise UsageError(
-            "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
-            f"\ninto the caches of the nodes a file is pulled: cachetool pull {shlex.quote(redact(source))} --all"
-            f" --on ray{address_option(address)}"
-        )
+        raise needs_out(source, None, address)
     with connect(address, out.note) as engine, out.progress() as report:
         spread = Spread(engine, engine.nodes(), per_node=options.workers)
         return convert(options, source=source, out=options.folder, report=report, engine=spread)

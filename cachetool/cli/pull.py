@@ -89,6 +89,8 @@ def _print(out: Output, result: PullResult) -> None:
         f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"
     )
+    if result.cut > 1:
+        out.line(f"parts {','.join(map(str, result.parts))} of {result.cut}, listing {result.listing[:16]}")
     if result.nodes:
         out.table(
             ["node", ">samples", ">shards", ">bytes", ">evicted", "cache", "state"],
@@ -110,6 +112,8 @@ def _print(out: Output, result: PullResult) -> None:
         out.line(f"skipped {result.skipped}:")
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:
             out.line(f"  {skip['key']}: {skip['reason']}")
+    if result.cut > 1 and not result.samples and result.reason == "done":
+        out.line("nothing was left to draw: of a source in parts --samples counts for all nodes, from the beginning")
     if result.reason == _AT_ITS_END and not result.samples:
         refresh = "--refresh looks for what is new, " if result.of_objects else ""
         out.line(f"stopped: {result.reason}, all was drawn; {refresh}--follow draws again what was evicted")

@@ -71,7 +71,7 @@ class ConvertOptions(SourceOptions):
     @property
     def source(self) -> SourceOptions:
         """The options of an input alone."""
-        return self.part(SourceOptions)
+        return self.only(SourceOptions)
 
     def part_bytes(self) -> int:
         """Bytes of values in a shard or file."""
@@ -79,7 +79,8 @@ class ConvertOptions(SourceOptions):
 
     def refuse_input(self) -> None:
         """Raise :class:`UsageError` for options that say how an input is read."""
-        given = [about.flag for name, about in declared(SourceOptions).items() if getattr(self, name) != about.default]
+        declared_here = declared(SourceOptions).items()
+        given = [about.flag.rpartition("/")[2] for name, about in declared_here if getattr(self, name) != about.default]
         given += [] if self.on_error == "error" else ["--on-error"]
         if given:
             raise UsageError(

@@ -8,7 +8,7 @@
                                                  a row of docs/options.md
 
 A field without an :class:`Option` is no keyword: other code sets it, and it crosses processes with the rest. A class
-takes over the options of its base class, so that :meth:`Options.part` gives each room those that are its own.
+takes over the options of its base class, so that :meth:`Options.only` gives each room those that are its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Options:
                 raise UsageError(f"{about.flag} is missing: {about.option.help}")
         return cls(**given)
 
-    def part(self, base: type[_T]) -> _T:
+    def only(self, base: type[_T]) -> _T:
         """The options that ``base``, a base class, has."""
         return base(**{field.name: getattr(self, field.name) for field in dataclasses.fields(base)})
 
@@ -274,7 +274,7 @@ On = Annotated[
 ]
 """``--on``."""
 Address = Annotated[
-    str | None, Option("Of the Ray cluster. Default: the one that runs here, or a new one.", "HOST:PORT")
+    str | None, Option("Of the Ray cluster. Default: the one that runs here, or a new one.", "HOST:PORT", parse_text)
 ]
 """``--address``."""
 OnError = Annotated[

@@ -19,7 +19,6 @@ __all__ = [
     "Ranges",
     "between",
     "difference",
-    "intersection",
     "joined",
     "overlaps",
     "pairs",
@@ -91,12 +90,6 @@ def difference(ranges: Iterable[Sequence[int]], others: Iterable[Sequence[int]])
             start = high
         left.append((start, stop))
     return joined(left)
-
-
-def intersection(ranges: Iterable[Sequence[int]], others: Iterable[Sequence[int]]) -> Ranges:
-    """Return the numbers that are in both."""
-    ranges = union(ranges)
-    return difference(ranges, difference(ranges, others))
 
 
 def overlaps(ranges: Sequence[Range], start: int, stop: int) -> bool:

@@ -424,7 +424,7 @@ class _EpochIndices(Iterator[int]):
         kinds = {"epoch": is_whole, "position": is_whole} | ({"samples": is_whole, "parts": are_rows} if began else {})
         require_state(state, kinds, of="EpochSamplers")
         where = {name: state[name] for name in Resume._fields} if began else None
-        if not is_resume(where):
+        if not is_resume(where) or (not began and state["position"]):
             raise UsageError("not a state of EpochSamplers: it has read more samples than its shards hold")
         own = self._order()
         require_same({name: state.get(name) for name in own}, own, of="EpochSampler")

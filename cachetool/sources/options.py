@@ -6,12 +6,12 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from cachetool.core.errors import UsageError
 from cachetool.core.options import Option, Options
 from cachetool.core.text import shown
-from cachetool.core.units import is_one_of, parse_count, parse_flag, parse_text, parse_whole
+from cachetool.core.units import is_one_of, parse_flag, parse_text, parse_whole
 from cachetool.sources.keys import Stem
 
 __all__ = ["ImageSize", "Pixels", "SourceOptions", "image_size"]
@@ -126,6 +126,10 @@ def _checked_value_format(value: object, *, what: str) -> str:
     return text
 
 
+def _rows(value: object, *, what: str) -> int:
+    return parse_whole(value, what=what, least=1)
+
+
 def _concurrency(value: object, *, what: str) -> int:
     number = parse_whole(value, what=what)
     if not 1 <= number <= 1024:
@@ -229,9 +233,7 @@ class SourceOptions(Options):
     ] = None  # fmt: skip
     rows: Annotated[
         int | None,
-        Option(
-            "First dimension of the arrays of a file to take. Default: the one that most bytes have.", "N", parse_count
-        ),
+        Option("First dimension of the arrays of a file to take. Default: the one that most bytes have.", "N", _rows),
     ] = None
     follow_links: Annotated[
         bool,
@@ -245,6 +247,11 @@ class SourceOptions(Options):
     ] = None
     classes: Sequence[str] = ()
     """The names that the numbers stand for, once they are known; see :mod:`cachetool.sources.classes`."""
+
+    elsewhere: ClassVar = {
+        **dict.fromkeys(("max_size", "min_free"), "the cap is the cache's: open_cache(..., max_size=, min_free=)"),
+        **dict.fromkeys(("on", "address", "dry_run"), "it is an option of the command line alone"),
+    }
 
     def _check(self) -> None:
         if self.resize is not None and not (self.decodes_images or self.value_format == "image"):

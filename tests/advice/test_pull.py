@@ -38,6 +38,70 @@ ROWS = [
         ("pull a.h5 --all --cache c --dataset h", "pull a.h5 --refresh --cache c --dataset h"),
         "pull a.h5 --all --cache c --dataset again",
     ),
+    Row(
+        "pull/options.py", "--parts and --repart go with --part",
+        "pull src --parts 4 --cache x", ("pull src --part 0/2 --parts 4 --cache x", "pull src --cache y"),
+    ),
+    Row(
+        "pull/options.py", "--part {} is not I/N",
+        "pull src --part 3 --cache x", ("pull src --part 0/8 --cache x", "pull src --part 0,1/8 --cache y"),
+    ),
+    Row(
+        "pull/options.py", "--part auto finds no number",
+        "pull src --part auto --cache x", "pull src --part 0/2 --cache x",
+    ),
+    Row(
+        "pull/options.py", "--part {} has {} nodes",
+        "pull src --part 0/2000000 --cache x", "pull src --part 0/2 --cache x",
+    ),
+    Row("pull/options.py", "--part {} names node", "pull src --part 2/2 --cache x", "pull src --part 0/2 --cache x"),
+    Row(
+        "pull/options.py", "--parts {} cannot be used",
+        "pull src --part 0/2 --parts 1 --cache x", "pull src --part 0/2 --parts {nodes: (\\d+) to} --cache x",
+    ),
+    Row(
+        "pull/options.py", "--part {} gives one cache",
+        "pull src --part 0/1 --parts 300 --cache x", "pull src --part 0/1 --parts {over (\\d+)} --cache x",
+    ),
+    Row(
+        "cache/own_parts.py", "cache {} draws {} of {}",
+        ("pull src --part 0/2 --cache x", "pull src --part 1/2 --cache x"),
+        ("pull src --cache x", "pull src --part 1/2 --repart --cache x"),
+    ),
+    Row(
+        "pull/prepare.py", "--start-early is for a source in one part",
+        "pull src --part 0/2 --start-early --cache x", "pull src --part 0/2 --cache x",
+    ),
+    Row(
+        "pull/prepare.py", "--refresh of a source in parts",
+        ("pull src --part 0/2 --cache x", "pull src --refresh --cache x"),
+        ("$ mkdir shared", "pull src --refresh --listing shared --cache x"),
+    ),
+    Row(
+        "pull/prepare.py", "--listing {} is no folder",
+        "pull src --listing shared --cache x", ("$ mkdir shared", "pull src --listing shared --cache x"),
+    ),
+    Row(
+        "pull/shared_listing.py", "{} has another listing",
+        (
+            "$ mkdir shared other", "pull src --listing shared --cache x", "$ mv src/s03.npz src/t03.npz",
+            "pull src --cache y", "pull src --listing shared --cache y",
+        ),
+        ("pull src --listing other --cache y", "pull src --listing shared --dataset again --cache y"),
+    ),
+    Row(
+        "pull/shared_listing.py", "the listing in {} is damaged",
+        (
+            "$ mkdir shared", "pull src --part 0/2 --listing shared --cache x",
+            "$ truncate -s 10 shared/*/listing.json",
+            "pull src --part 1/2 --listing shared --cache y",
+        ),
+        ("$ rm -r shared/*", "pull src --part 1/2 --listing shared --cache y"),
+    ),
+    Row(
+        "api.py", "--part and --listing are for nodes",
+        "pull src --part 0/2 --on ray --cache x", "pull src --part 0/2 --cache x",
+    ),
     Row("pull/prepare.py", "cachetool convert --to lmdb", "pull c --all --cache x", ("!", "pull new --all --cache x")),
     Row("pull/prepare.py", "{} is a cache; give it by --cache", "pull c --all --cache x", "pull src --all --cache c"),
     Row(
@@ -75,6 +139,15 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
     follow(world, row)
+
+
+@follows("pull/options.py", "--part auto cannot be found of")
+def test_a_job_whose_numbers_are_none_is_told_to_give_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "x")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    world.raises(lambda: PullOptions(part="auto"))
+    assert PullOptions(part="0/2").share == (2, (0,))
+    world.worked += 1
 
 
 @follows("pull/options.py", "--samples must be at least 1")

@@ -119,7 +119,7 @@ def test_each_pull_counts_the_shards_that_went_for_it(cache: CacheDir, put: Put,
     (tmp_path / "listing").mkdir()
     jobs = []
     for name in (Id("a" * 16), Id("b" * 16)):
-        cache.add_source(SourceRow(name, name, {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+        cache.add_source(SourceRow(name, name, {}, "i", "default", 9, 9, 0, 0, 0), tmp_path / "listing")
         with cache.catalog.write() as connection:
             jobs.append(draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)[0])
     for _ in range(10):

@@ -42,7 +42,7 @@ def test_commits_evictions_and_epochs_leave_points_with_the_totals_of_that_momen
     cache: CacheDir, put: Put, clock: Callable[[float], None], tmp_path: Path
 ) -> None:
     (tmp_path / "listing").mkdir()
-    cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0), tmp_path / "listing")
     with cache.catalog.write() as connection:
         job, _ = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
         held = draws.claim(connection, job, holder=cache.holder.id, most=2)
@@ -224,7 +224,7 @@ def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path)
     from cachetool.cache import Origin
 
     for name, fetched in (("1" * 16, 50_000), ("2" * 16, 200_000)):
-        row = SourceRow(Id(name), f"s3://{name}/", {}, "i", "default", 9, 9, 0, 0, 0, 0)
+        row = SourceRow(Id(name), f"s3://{name}/", {}, "i", "default", 9, 9, 0, 0, 0)
         cache.add_source(row, tmp_path / "listing")
         with cache.catalog.write() as connection:
             job, _ = draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)

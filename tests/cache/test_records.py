@@ -45,10 +45,11 @@ _ODD: list[tuple[str, Any]] = [
     *((name, "x" * 2_000_000) for name in ("dataset", "digest")),
     *(("progress.pending", value) for value in ([[1]], None, [[3, 2]], [["a", 1]])),
     *(("progress.reopened", value) for value in (5, [[1]], [[1, 2]], [[None, 1, 2]])),
-    *((f"progress.{name}", value) for name in ("units", "frontier", "seed") for value in (2**63, 10**400)),
+    *((f"progress.{name}", value) for name in ("units", "cut", "seed") for value in (2**63, 10**400)),
     *(("progress.segments", value) for value in ("[" * 100_000, "{}", '[["a"]]', "[1] x", "[-1]", "null")),
     *(("progress.past", value) for value in ("[5]", "x")),
-    ("progress.frontier", -5),
+    ("progress.cut", -5),
+    *(("progress.parts", value) for value in ("5", "[[0, 1]]", "[[0, -1, 3]]", '[[0, "a", 3]]', [[0, 0, 9]])),
     ("progress.url", "\udfff"),
     ("progress.created", float("nan")),
 ]  # fmt: skip
@@ -89,8 +90,8 @@ def test_of_shards_with_the_same_draws_the_newest_stays_however_many_ranges_they
         draws = [[4 * k + first, 4 * k + first + 1] for k in range(30_000)]
         id = f"{number:016x}"
         return {
-            "id": id, "lineage": id, "since": since, "seq": since, "created": 1.0, "source": "s", "pass_number": 0,
-            "draws": draws,
+            "id": id, "lineage": id, "since": since, "seq": since, "created": 1.0, "source": "s", "part": 0,
+            "pass_number": 0, "draws": draws,
         }  # fmt: skip
 
     old, beside, new = shard(1, 5, 0), shard(2, 6, 2), shard(3, 7, 0)

@@ -51,7 +51,7 @@ time.sleep(600)
 
 
 def source(units: int = 100) -> SourceRow:
-    return SourceRow(SOURCE, "file:///data", {}, "identity", "default", units, units, 0, 0, 0, 0)
+    return SourceRow(SOURCE, "file:///data", {}, "identity", "default", units, units, 0, 0, 0)
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_reopened_draws_come_first_and_are_counted_until_they_are_drawn(cache: C
         assert open_one is not None
         draws.give_back(connection, me, job)  # an open draw as any
         assert reopened(connection) == []
-        assert reopen(connection, row, 0, [(5, 9), (20, 26)]) == 10
+        assert reopen(connection, row, 0, 0, [(5, 9), (20, 26)]) == 10
         assert [(row.draws, row.tried) for row in reopened(connection)] == [(10, 0)]
         got = []
         for left in (7, 6, 3, 0):

@@ -22,7 +22,7 @@ Put = Callable[..., str]
 @pytest.fixture
 def job(cache: CacheDir, tmp_path: Path) -> str:
     (tmp_path / "listing").mkdir()
-    row = SourceRow(SOURCE, "file:///data", {}, "identity", "default", 1000, 1000, 0, 0, 0, 0)
+    row = SourceRow(SOURCE, "file:///data", {}, "identity", "default", 1000, 1000, 0, 0, 0)
     cache.add_source(row, tmp_path / "listing")
     with cache.catalog.write() as connection:
         room = Room(evict=True, renew=0.25)

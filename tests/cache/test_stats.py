@@ -36,7 +36,7 @@ def test_evictions_are_counted_by_reason_and_policy_for_ever(cache: CacheDir, pu
 
 def test_reuse_is_bytes_served_over_bytes_fetched(cache: CacheDir, put: Put, tmp_path: Path) -> None:
     (tmp_path / "listing").mkdir()
-    cache.add_source(SourceRow(SOURCE, "file:///data", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    cache.add_source(SourceRow(SOURCE, "file:///data", {}, "i", "default", 9, 9, 0, 0, 0), tmp_path / "listing")
     assert cache.stats().reuse is None
     with cache.catalog.write() as connection:
         job, _ = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
@@ -68,7 +68,7 @@ def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_
     cache.declare("other", SCHEMA)
     (tmp_path / "listing").mkdir()
     for number, name in enumerate(("default", "other")):
-        row = SourceRow(Id(str(number) * 16), "s3://bucket/", {}, "i", name, 9, 9, 0, 0, 0, 0)
+        row = SourceRow(Id(str(number) * 16), "s3://bucket/", {}, "i", name, 9, 9, 0, 0, 0)
         cache.add_source(row, tmp_path / "listing")
         with cache.catalog.write() as connection:
             job, _ = draws.open_job(connection, row.id, holder=cache.holder.id, wanted=None, seed=None)

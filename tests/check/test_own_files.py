@@ -294,10 +294,10 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
         {
             "since": 7,
             "created": 100.0 + (number == last),
-            "progress": {"id": "a", "frontier": number},
+            "progress": {"id": "a", "skipped": number},
             "id": f"{number:016}",
         }
-        | {"source": "a", "pass_number": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
+        | {"source": "a", "part": 0, "pass_number": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
         for number in (0, 1)
     ]
     found = Found(shards=shards)

@@ -36,9 +36,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, name in enumerate(HOSTILE):
             cache.declare(name, SCHEMA)
             (listing := tmp_path / f"listing{number}").mkdir()
-            cache.add_source(
-                SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, name, name, 9, 9, 0, 0, 0, 0), listing
-            )
+            cache.add_source(SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, name, name, 9, 9, 0, 0, 0), listing)
             put_shard(cache, 20_000, dataset=name)
             cache.catalog.note_error(name, name, dataset=name)
         with cache.catalog.write() as connection:

@@ -235,7 +235,7 @@ def test_archives_bring_as_many_samples_as_were_asked_for_whatever_they_hold(run
         assert ran.code == 0, ran.stderr
         assert ran.document["samples"] >= 60
         with cachetool.open_cache(root) as cache:
-            (row,) = cache.catalog.rows("SELECT frontier FROM sources")
+            (row,) = cache.catalog.rows("SELECT frontier FROM parts")
             drawn.append((row["frontier"], ran.document["samples"]))
     assert drawn[0] == drawn[1]
 

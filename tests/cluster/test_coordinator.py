@@ -52,7 +52,7 @@ class Whole:
         listing = root / "listing"
         list_source(self.url, listing)
         source = open_source(self.url, listing)
-        self.row = SourceRow(SOURCE, source.url, {}, source.identity, "default", UNITS, UNITS, 5, 0, 0, 0)
+        self.row = SourceRow(SOURCE, source.url, {}, source.identity, "default", UNITS, UNITS, 5, 0, 0)
         self.cache.declare("default", Schema((Field("x", "float64", (4,)),)))
         self.cache.add_source(self.row, listing)
         self.shards: dict[str, dict[str, dict[str, Any]]] = {}

@@ -53,6 +53,10 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "min_epochs": (["--min-epochs", "2"], 2),
     "on_error": (["--on-error", "skip"], "skip"),
     "renew": (["--renew", "25%"], 0.25),
+    "part": (["--part", "1,2/4"], "1,2/4"),
+    "parts": (["--parts", "8", "--part", "0/4"], 8),
+    "listing": (["--listing", "/x"], "/x"),
+    "repart": (["--repart", "--part", "0/4"], True),
     "samples": (["--samples", "9"], 9),
     "all": (["--all"], True),
     "follow": (["--follow"], True),
@@ -98,6 +102,7 @@ def test_an_option_means_the_same_on_the_command_line_in_python_and_as_json(opti
         words = [*words, "--to", "hdf5"]
     more = {"to": words[words.index("--to") + 1]} if "--to" in words else {}
     more |= {"decode": "image"} if name == "resize" else {}
+    more |= {"part": "0/4"} if name in ("parts", "repart") else {}
 
     asked = options.of({**more, name: value})
 
@@ -133,7 +138,7 @@ def test_an_option_that_is_added_reaches_all_worlds_from_its_declaration() -> No
 def test_a_part_has_the_options_of_its_class_alone() -> None:
     asked = PullCall(samples=3, on="ray", fields=["a"])
 
-    assert asked.part(PullOptions) == PullOptions(samples=3, fields=["a"])
+    assert asked.only(PullOptions) == PullOptions(samples=3, fields=["a"])
     assert asked.source == replace(DrawOptions(fields=["a"]).source)
 
 
@@ -142,6 +147,7 @@ def test_a_part_has_the_options_of_its_class_alone() -> None:
     [
         ({"sampels": 3}, "unknown option 'sampels'; do you mean samples="),
         ({"max_size": 3}, "there is no max_size= here; the cap is the cache's"),
+        ({"dry_run": True}, "there is no dry_run= here; it is an option of the command line alone"),
         ({"reopened": True}, "unknown option 'reopened'"),
         ({"xyzzy": 3}, "unknown option 'xyzzy'; there are samples, all, follow"),
     ],

@@ -236,7 +236,7 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
     with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute("SELECT * FROM shards").fetchall()
-        (source,) = connection.execute("SELECT * FROM sources").fetchall()
+        (source,) = connection.execute("SELECT * FROM sources JOIN parts ON source = id").fetchall()
         evicted = connection.execute("SELECT coalesce(sum(samples), 0) FROM evictions").fetchone()[0]
         open_ = connection.execute("SELECT * FROM claims").fetchall()
         schema = connection.execute("SELECT schema FROM datasets").fetchone()[0]

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from cachetool.cache import open_cache
+from cachetool.cache.draws import Part
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Point, needs_strace
-from tests.faults.world import FORMATS, Oracle, make
+from tests.faults.world import FORMATS, SOURCE, Oracle, make
 
 pytestmark = needs_strace
 
@@ -183,6 +185,27 @@ def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, st
         make(stage.root)
         assert stage.children.run("pull", root=str(stage.root), ledger=str(stage.ledger)).status == 0
         assert stage.check() == 12, point
+
+
+@tried(24)
+def test_a_part_that_is_released_and_taken_is_whole_or_gone_wherever_that_is_killed(stage: Stage, step: int) -> None:
+    stage.fill(2)
+
+    def whole_or_gone() -> None:
+        samples = stage.check()
+        with open_cache(stage.root) as cache:
+            row = cache.source(SOURCE.id)
+            assert row is not None
+            parts = row.parts
+        assert (samples, parts) in [(24, (Part(0, 24, SOURCE.units),)), (0, ()), (0, (Part(0, 0, SOURCE.units),))]
+        (stage.root / "catalog.sqlite3").unlink()
+        assert stage.children.run("repair", root=str(stage.root)).status == 0
+        with open_cache(stage.root) as cache:
+            again = cache.source(SOURCE.id)
+            assert again is not None
+            assert (again.parts, cache.stats().samples) == (parts, samples)
+
+    assert stage.kill_everywhere("move", step, whole_or_gone) > 30
 
 
 @tried(16)

@@ -24,7 +24,7 @@ SCHEMA = Schema((Field("x", "<f8", (3,)),))
 
 
 def source(units: int = 10, identity: str = "i") -> SourceRow:
-    return SourceRow(SOURCE, "s3://bucket/", {}, identity, "default", units, units, 0, 0, 0, 0)
+    return SourceRow(SOURCE, "s3://bucket/", {}, identity, "default", units, units, 0, 0, 0)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         job, _ = open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
-        held = claim(connection, job, holder=cache.holder.id, most=5, stop_at=lambda turn, start, stop: stop)
+        held = claim(connection, job, holder=cache.holder.id, most=5, stop_at=lambda turn, part, start, stop: stop)
     assert held is not None
     return job, held
 

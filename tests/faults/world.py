@@ -27,6 +27,7 @@ import numpy as np
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.draws import close_job
+from cachetool.cache.own_parts import release, take
 from cachetool.check.verify import verify
 from cachetool.conversion.in_place import replace_groups
 from cachetool.core.block import Block
@@ -41,7 +42,7 @@ from cachetool.proc.folders import tree_bytes
 
 FORMATS = format_names()
 SCHEMA = Schema((Field("x", "<f4", (3, 40)), Field("number", "<i8"), Field("words", "str"), Field("r", "<i2", (None,))))
-SOURCE = SourceRow(Id("77" * 8), "/nowhere", {}, "identity", "default", 2**30, 2**30, 7, 0, 0, 0)
+SOURCE = SourceRow(Id("77" * 8), "/nowhere", {}, "identity", "default", 2**30, 2**30, 7, 0, 0)
 PER_SHARD = 12
 CAP = 2_500_000
 LARGE = 150
@@ -330,6 +331,13 @@ def repair(root: str) -> None:
     verify(root, repair=True)
 
 
+def move(root: str) -> None:
+    """Release the only part of the source, and take it again."""
+    with open_cache(root, create=False) as cache:
+        release(cache, SOURCE.id, [0])
+        take(cache, SOURCE.id, {0: SOURCE.units})
+
+
 def create(root: str) -> None:
     """Make a cache."""
     make(Path(root))
@@ -347,6 +355,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "recut": recut,
     "repair": repair,
+    "move": move,
     "create": create,
 }
 

@@ -730,7 +730,7 @@ def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) ->
 
 def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "listing").mkdir()
-    cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0), tmp_path / "listing")
     talk = waiting.Talk(cache.root, math.inf)
     talk._next = 0.0
     with cache.catalog.write() as connection:

@@ -32,9 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str | N
     out = {}
     for name, compression in FORMATS:
         out[name, compression] = base / f"{name}-{compression}"
-        cachetool.convert(
-            cache=base / "cache", to=name, compression=compression, out=out[name, compression], shard_size=20_000
-        )
+        with cachetool.open_cache(base / "cache") as cache:
+            cache.convert(to=name, compression=compression, out=out[name, compression], shard_size=20_000)
     return out
 
 

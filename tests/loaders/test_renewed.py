@@ -26,9 +26,7 @@ def full(tmp_path: Path) -> Iterator[CacheDir]:
         for number in range(COUNT):
             put(cache, [number], schema=LARGE)
         (tmp_path / "listing").mkdir()
-        cache.add_source(
-            SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 99, 99, 0, 0, 0, 0), tmp_path / "listing"
-        )
+        cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 99, 99, 0, 0, 0), tmp_path / "listing")
         with cache.catalog.write() as connection:
             cache.holder.register(connection)
             room = Room(evict=True, renew=0.25)

@@ -292,7 +292,7 @@ def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path:
 
         def done(turn: int) -> bool:
             pull.check()
-            (row,) = cache.catalog.rows("SELECT * FROM sources")
+            (row,) = cache.catalog.rows("SELECT * FROM sources JOIN parts ON source = id")
             pending = cache.catalog.rows("SELECT 1 FROM claims")
             return bool(row["pass_number"] == turn and row["frontier"] == row["units"] and not pending)
 

@@ -15,7 +15,8 @@ import cachetool
 from cachetool.cache import open_cache
 from cachetool.cluster.engine import RayEngine
 from cachetool.cluster.spread import Spread
-from cachetool.conversion.run import content_digest
+from cachetool.conversion.options import ConvertOptions
+from cachetool.conversion.run import content_digest, convert
 from cachetool.core.errors import UsageError
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import WorkFolder
@@ -137,9 +138,10 @@ def test_parts_of_a_lost_node_are_written_by_others(
     try:
         nodes = [node for node in engine.nodes() if node.name in "bc"]
         assert len(nodes) == 2
-        ran = cachetool.convert(
-            rows, to="hdf5", out=tmp_path / "out", shard_size="20KB", engine=Losing(engine, nodes, per_node=1)
-        )
+        ran = convert(
+            ConvertOptions(to="hdf5", shard_size="20KB"), source=rows, out=tmp_path / "out",
+            engine=Losing(engine, nodes, per_node=1),
+        )  # fmt: skip
     finally:
         cluster.revive()
 

@@ -85,7 +85,7 @@ def made(root: Path, names: list[str]) -> str:
             cache.declare(dataset, SCHEMA)
             (listing := root.parent / f"listing{number}").mkdir()
             cache.add_source(
-                SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, "i", dataset, 9, 9, 0, 0, 0, 0), listing
+                SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, "i", dataset, 9, 9, 0, 0, 0), listing
             )
             put_shard(cache, 20_000, dataset=dataset)
             with cache.snapshot(dataset=dataset, run=dataset, epoch=1) as snapshot:

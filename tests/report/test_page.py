@@ -76,7 +76,7 @@ def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
         opened.add_source(
-            SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0), tmp_path / "listing"
+            SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0), tmp_path / "listing"
         )
         began = history.time.time()
         for number in range(8):
@@ -193,7 +193,7 @@ def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
     (tmp_path / "listing").mkdir()
     with open_cache(root, max_size="4MB") as cache:
         cache.declare(HOSTILE, SCHEMA)
-        row = SourceRow(SOURCE, f"s3://bucket/{HOSTILE}", {}, "i", HOSTILE, 9, 9, 0, 0, 0, 0)
+        row = SourceRow(SOURCE, f"s3://bucket/{HOSTILE}", {}, "i", HOSTILE, 9, 9, 0, 0, 0)
         cache.add_source(row, tmp_path / "listing")
         for _ in range(3):
             put_shard(cache, 100_000, dataset=HOSTILE)
@@ -300,7 +300,7 @@ def bursts(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[tuple[Cac
     with open_cache(tmp_path / "cache", max_size="8MB") as opened:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
-        row = SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0)
+        row = SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0)
         opened.add_source(row, tmp_path / "listing")
         yield opened, paused(opened, clock)
 

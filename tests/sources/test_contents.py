@@ -121,7 +121,7 @@ def test_both_verbs_know_a_file_by_its_content(name: str, write: Write, tmp_path
     write(tmp_path / name)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         assert cache.pull(str(tmp_path / name), all=True, workers=1).samples == ROWS
-        assert cache.convert(tmp_path / name, to="lmdb", out=tmp_path / "out", workers=1).samples == ROWS
+        assert cachetool.convert(tmp_path / name, to="lmdb", out=tmp_path / "out", workers=1).samples == ROWS
 
 
 @pytest.mark.parametrize("write", [hdf5, npy, npz, tar, tfrecord, parquet, lmdb_file, packed(tar), packed(tfrecord)])
@@ -221,7 +221,7 @@ def test_a_folder_of_an_unknown_extension_is_one_of_files_if_two_of_them_are(
         for options in ({}, {"read_as": "files"}):
             pulled = cache.pull(str(folder), all=True, workers=1, dataset=f"d{len(options)}", **options)
             assert (pulled.samples, len(pulled.notes)) == (3 * ROWS, 1)
-        converted = cache.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
+        converted = cachetool.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
         assert (converted.samples, converted.notes) == (3 * ROWS, pulled.notes)
         for option in re.findall(r"--read-as (\w+)", pulled.notes[0]):
             assert cache.pull(str(folder), all=True, workers=1, dataset="raw", read_as=option).samples == 3
@@ -236,7 +236,7 @@ def test_objects_taken_as_bytes_that_are_arrays_inside_get_a_note(ending: str, w
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         pulled = cache.pull(str(folder), all=True, workers=1)
-        converted = cache.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
+        converted = cachetool.convert(folder, to="lmdb", out=tmp_path / "out", workers=1)
         assert (pulled.samples, converted.samples, converted.notes) == (3, 3, pulled.notes)
         (note,) = pulled.notes
         assert f".{ending}" in note
@@ -300,7 +300,7 @@ def test_files_elsewhere_are_known_by_their_content(
             url = f"s3://contents/{key}"
             count = 2 * ROWS if key == "runs/" else ROWS
             assert cache.pull(url, all=True, workers=1, dataset=f"d{number}").samples == count
-            assert cache.convert(url, to="lmdb", out=tmp_path / f"o{number}", workers=1).samples == count
+            assert cachetool.convert(url, to="lmdb", out=tmp_path / f"o{number}", workers=1).samples == count
 
 
 NAMES = (

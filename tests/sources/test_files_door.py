@@ -250,7 +250,7 @@ def test_options_cross_processes_as_json() -> None:
     options = SourceOptions(fields=("a", "b"), rename={"x": "a"}, value_format="raw:float32,3", rows=7, key=False)
 
     assert SourceOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
-    with pytest.raises(UsageError, match="must be at least 0, got -1"):
+    with pytest.raises(UsageError, match="--rows -1 cannot be used: at least 1"):
         SourceOptions(rows=-1)
     with pytest.raises(UsageError, match="unknown --decode 'audio'"):
         SourceOptions(decode="audio")

@@ -154,7 +154,7 @@ def test_both_verbs_say_how_groups_are_read_and_the_option_that_decides_otherwis
     path = write(tmp_path / f"x.{kind}", content)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         pulled = cache.pull(str(path), all=True, workers=1)
-        converted = cache.convert(path, to="hdf5", out=tmp_path / "out", workers=1)
+        converted = cachetool.convert(path, to="hdf5", out=tmp_path / "out", workers=1)
         assert pulled.samples == converted.samples == 50
         assert pulled.notes == converted.notes
         assert [name for name, _ in pulled.left_out] == [name for name, _ in converted.skipped] == ["mask/train"]

@@ -85,7 +85,7 @@ def test_entries_that_share_a_number_or_a_name_are_fields_of_one_sample(
         assert all(key in value for value in sample.values())
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         pulled = cache.pull(str(path), all=True, workers=1)
-        converted = cache.convert(path, to="lmdb", out=tmp_path / "out", workers=1)
+        converted = cachetool.convert(path, to="lmdb", out=tmp_path / "out", workers=1)
         assert (pulled.samples, pulled.notes) == (len(taken), converted.notes)
         (note,) = pulled.notes
         (option,) = advised(note, "--read-as")
@@ -189,8 +189,7 @@ def test_the_dataset_of_raw_values_refuses_named_databases_with_a_command_that_w
         LMDBDataset(path, value_format="raw")
     assert all(name.decode() in str(refused.value) for name in names)
     assert f"cachetool convert {path} --to lmdb --out DIR" in str(refused.value)
-    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        cache.convert(path, to="lmdb", out=tmp_path / "out", workers=1)
+    cachetool.convert(path, to="lmdb", out=tmp_path / "out", workers=1)
     with LMDBDataset(tmp_path / "out") as dataset:
         assert (len(dataset), dataset[0]["images"]) == (9, b"1!")
     path = write(tmp_path / "y.lmdb", {None: {b"a": b"x" * 48, b"b": bytes(48)}})

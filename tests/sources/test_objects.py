@@ -620,7 +620,7 @@ def test_json_that_is_no_options_is_refused() -> None:
 
 
 def test_naming_the_key_among_the_fields_is_fine() -> None:
-    assert SourceOptions(fields=("a", "__key__", "a")).fields == ("a",)
+    assert SourceOptions(fields=("a", "__key__")).fields == ("a",)
 
 
 def test_large_arrays_and_bytes_are_probed_by_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
