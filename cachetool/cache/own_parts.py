@@ -46,12 +46,11 @@ def assign(
 
     Raises :class:`UsageError` when samples would go, or another pull loses its parts, and ``repart`` is False.
     """
-    with _changing(cache, source) as connection:
-        before = connection.execute("SELECT cut FROM sources WHERE id = ?", (source,)).fetchone()["cut"]
-        rows = connection.execute("SELECT part FROM parts WHERE source = ?", (source,)).fetchall()
-        parts = {row["part"] for row in rows}
-        if before == cut and parts == set(sizes):
+    with cache.catalog.read() as connection:
+        if _now(connection, source) == (cut, set(sizes)):
             return
+    with _changing(cache, source) as connection:
+        before, parts = _now(connection, source)
         if not repart:
             refuse_loss(connection, cache.root, source, cut, sizes)
             drawing = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
@@ -65,6 +64,12 @@ def assign(
         else:
             _release(connection, source, parts - sizes.keys())
         _take(connection, source, sizes)
+
+
+def _now(connection: Connection, source: str) -> tuple[int, set[int]]:
+    """Into how many parts a source is cut, and which of them are drawn here."""
+    cut = connection.execute("SELECT cut FROM sources WHERE id = ?", (source,)).fetchone()["cut"]
+    return cut, {row["part"] for row in connection.execute("SELECT part FROM parts WHERE source = ?", (source,))}
 
 
 def refuse_loss(connection: Connection, root: object, source: str, cut: int, parts: Collection[int]) -> None:
