@@ -360,7 +360,7 @@ def claim(
     }
 
     def reach(row: Row) -> int:
-        """Where an open claim ends for this job, which fetches damaged draws wherever they are."""
+        """The end of an open claim for this job, which fetches damaged draws wherever they are."""
         in_pass = row["pass_number"] == source.pass_number and not row["reopened"]
         return min(row["stop"], ends.get(row["part"], 0)) if in_pass else int(row["stop"])
 

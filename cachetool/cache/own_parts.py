@@ -2,6 +2,7 @@
 
 ::
 
+    assign    these parts and no other, as a pull is asked for: takes, releases and cuts anew, unless samples would go
     take      rows of `parts` at frontier 0 of the present pass
     release   rows and claims are deleted, shards retire; who draws from a claim meets ClaimGone, and claims again
     recut     all parts are released, some of another cut are taken, from the beginning of pass 0

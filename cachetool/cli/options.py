@@ -86,7 +86,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(one: Declared) -> inspect.Parameter:
-    """What Typer makes the option of: text where a value may be text, a list where it may be several; None where it is
+    """The parameter for Typer: text where a value may be text, a list where it may be several; None where it is
     not given and the default is of another type."""
     types = [each for each in (str, bool, int) if each in one.kinds]
     plain: Any = types[0] if types else list[str]

@@ -1,4 +1,4 @@
-"""What a conversion is asked for: one frozen value that checks itself before anything is touched."""
+"""The options of a conversion: one frozen value that checks itself before anything is touched."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ConvertOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertCall(ConvertOptions):
-    """What a user asks for: how to convert, where to, and who hears of it."""
+    """The keywords of a conversion: its options, the folder to write, and the function that hears of progress."""
 
     out: Annotated[
         Path | str | None,

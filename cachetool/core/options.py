@@ -80,7 +80,7 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Option:
-    """What an option means to who reads about it, and how its value is checked."""
+    """The meaning of an option, for its reader, and the check of its value."""
 
     help: str
     metavar: str | None = None
@@ -142,12 +142,15 @@ def _declared(options: type[Options]) -> Mapping[str, Declared]:
 
 def declared(options: type[Options]) -> Mapping[str, Declared]:
     """The options of a class by name, its own before those of its base class."""
-    return _declared(options)  # type: ignore[arg-type]
+    return _declared(options)  # type: ignore[arg-type] # mypy takes the hash of a class for that of its values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a verb is asked for: one frozen value that checks itself. Raises :class:`UsageError` when made wrongly."""
+    """The options of a verb: one frozen value that checks itself. Raises :class:`UsageError` when made wrongly."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Keywords that somebody may look for here, and what to do instead."""
 
     def __post_init__(self) -> None:
         for name, about in declared(type(self)).items():
@@ -163,9 +166,6 @@ class Options:
 
     def _check(self) -> None:
         """Check what no option alone decides."""
-
-    elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Keywords that somebody may look for here, and what to do instead."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

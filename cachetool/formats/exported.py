@@ -13,7 +13,7 @@ __all__ = ["DATASET_FILE", "LAYOUT", "SIDE_FOLDER", "DataFile", "Dataset", "pars
 
 DATASET_FILE = "dataset.json"
 SIDE_FOLDER = ".extents"
-"""Where the extents or checksums of the data files are."""
+"""The folder of the extents or checksums of the data files."""
 LAYOUT = 1
 """Version of :data:`DATASET_FILE` and the folder around it."""
 

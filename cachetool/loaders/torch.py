@@ -344,7 +344,7 @@ class _EpochIndices(Iterator[int]):
         self._sampler = sampler
         self._indices: Iterator[int] | None = None  # before the first index was asked for
         self._resume: Resume | None = None
-        """Where this epoch began, once it is known which samples it has."""
+        """The beginning of this epoch, once its samples are known."""
         self._epoch: int | None = None
         self._given = 0
         """Indices of this rank since."""

@@ -263,7 +263,7 @@ class Child:
             write_line(self.stdin.fileno(), value)
 
     def says(self, seconds: float | None) -> bool:
-        """Whether something comes from it within so long."""
+        """Return True when something comes from it within so long."""
         return bool(ready(seconds, self.lines.fd))
 
     def receive(self) -> tuple[bool, list[Message]]:

@@ -49,7 +49,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 def order_of_pass(source: Source, row: SourceRow, pass_number: int, part: int = 0) -> PartOrder:
-    """What the positions of a part in a pass mean, the present one or an earlier one."""
+    """The draws at the positions of a part, in the present pass or in an earlier one."""
     units, segments = next((past[1:] for past in row.past if past[0] == pass_number), (row.units, row.segments))
     if units < row.units:
         segments = (*segments, units)  # units that came later were none of it
@@ -105,7 +105,8 @@ class Cached:
         return order.unit_end(start, at)
 
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
-        """Whether a further pass would bring nothing: every unit of the parts here is in a ready shard, or vanished."""
+        """Return True when a further pass would bring nothing: all units of the parts here are in ready shards, or
+        vanished."""
         version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)

@@ -83,7 +83,7 @@ class Prepared:
     segments: tuple[int, ...]
     """Numbers of units at which the listing has grown."""
     parts: tuple[tuple[int, int, int], ...]
-    """Of each part that the cache is to draw: its number, its draws in a pass, and how many of them are asked for."""
+    """The parts that the cache is to draw: number, draws in a pass, and how many of these are asked for."""
 
     def to_json(self) -> Message:
         """Plain values."""

@@ -296,7 +296,7 @@ class PullOptions(DrawOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Place(Options):
-    """Where a pull runs, and who hears of it."""
+    """The machines that a pull runs on, and the function that hears of progress."""
 
     on: On = "local"
     address: Address = None
@@ -313,4 +313,4 @@ class _Place(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PullCall(PullOptions, _Place):
-    """What :meth:`cachetool.Cache.pull` is asked for."""
+    """The keywords of :meth:`cachetool.Cache.pull`."""

@@ -221,7 +221,7 @@ class RangeServer:
     """Serves ``ranges`` to one process after another."""
 
     asked: Lines
-    """What the process asks for, once there is one."""
+    """The request of the process, once there is one."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges

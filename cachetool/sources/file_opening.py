@@ -90,7 +90,7 @@ class OpenedRows(Closing):
         else:
             self._source = OpenedFiles(self.ranges, spec, options)
         self.skipped, self.facts = self._source.skipped, self._server.facts
-        """What of the files is not taken; what the guarded process told of each file."""
+        """The names that are not taken of the files, as the guarded process told them."""
 
     def read(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop``, counted over all files, which are of one."""

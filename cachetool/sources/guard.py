@@ -144,7 +144,7 @@ class GuardedFile(Closing):
         return self._child
 
     def _question(self, child: Child) -> Message:
-        """What the process says, now that it wants the next request; meanwhile it gets the bytes that it asks for."""
+        """The answer of the process, which then wants the next request. Meanwhile it gets the bytes it asks for."""
         while not child.asked:
             served = [] if self._server is None else [self._server.asked]
             pipes = ready(SILENCE, *(lines.fd for lines in (child.lines, *served) if not lines.ended))
@@ -170,7 +170,7 @@ def _received(child: Child, count: int) -> npt.NDArray[np.uint8]:
 
 
 def _fault(error: Exception, code: int) -> str:
-    """What is wrong with a file whose reader, which ended with this exit code, led to ``error`` here."""
+    """The fault of a file whose reader, which ended with this exit code, led to ``error`` here."""
     if isinstance(error, TimeoutError):
         return f"no answer from the process that reads it in {SILENCE:.0f} s"
     if not isinstance(error, EOFError):

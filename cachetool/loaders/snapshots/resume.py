@@ -40,7 +40,7 @@ _LONGEST = 200
 
 
 class Resume(NamedTuple):
-    """Where an epoch is resumed: the samples it had, and how many of its order were read."""
+    """The place at which an epoch is resumed: the samples it had, and how many of its order were read."""
 
     position: int
     samples: int
@@ -111,7 +111,7 @@ def are_rows(value: object) -> bool:
 
 
 def is_resume(value: object) -> bool:
-    """Whether it says where an epoch is resumed, or is empty."""
+    """Return True for the place at which an epoch is resumed, and for None."""
     if not isinstance(value, Mapping):
         return value is None
     try:
@@ -130,7 +130,7 @@ SAVED: dict[str, Callable[[Any], bool]] = {
     "order": lambda value: isinstance(value, dict | None),
     "resume": is_resume,
 }
-"""What a loader's state has, and whether a value of it can be."""
+"""The entries of a loader's state, each with the check of its value."""
 
 
 def taken(state: Mapping[str, Any]) -> int:

@@ -111,7 +111,7 @@ class Talk:
 
     @property
     def over(self) -> bool:
-        """Whether it took as long as it may."""
+        """Return True once the time is over."""
         return time.monotonic() >= self._until
 
     def tell(self, short: NotYet) -> None:
