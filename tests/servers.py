@@ -4,6 +4,7 @@ a script says, which also plays the hub of Hugging Face."""
 from __future__ import annotations
 
 import base64
+import bisect
 import contextlib
 import datetime
 import email.utils
@@ -39,6 +40,7 @@ __all__ = [
     "folder_server",
     "free_port",
     "hub_server",
+    "key_server",
     "moto_server",
     "rclone_http",
     "rclone_s3",
@@ -229,6 +231,51 @@ def _forward(handler: Scripted, host: str) -> None:
         handler.answer(status, body, **{**headers, "Content_Length": length})
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def key_server(keys: Sequence[str], *, delay: float = 0.0) -> Iterator[tuple[dict[str, str], Http]]:
+    """A bucket ``b`` of S3 with sorted ``keys``, each of which is its own body, for very many of them; a page of a list
+    comes after ``delay`` seconds. Gives the environment and the requests."""
+    keys, known = sorted(keys, key=os.fsencode), set(keys)
+
+    def script(handler: Scripted) -> None:
+        url = urllib.parse.urlsplit(handler.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        if "list-type" in query:
+            time.sleep(delay)
+            handler.answer(200, _page_of(keys, query).encode(), Content_Type="application/xml")
+        else:
+            key = urllib.parse.unquote(url.path.removeprefix("/b/"))
+            body, is_there = key.encode(), key in known
+            etag = f'"{len(body):032x}"'
+            handler.answer(200 if is_there else 404, body, ETag=etag, Last_Modified="Thu, 01 Jan 2026 00:00:00 GMT")
+
+    with scripted_server(script) as state:
+        yield {**KEYS, "AWS_ENDPOINT_URL": state.url}, state
+
+
+def _page_of(keys: Sequence[str], query: Mapping[str, str]) -> str:
+    """A page of at most 1,000 keys and folders."""
+    prefix, after = query.get("prefix", ""), max(query.get("start-after", ""), query.get("continuation-token", ""))
+    at = bisect.bisect_right(keys, after) if after > prefix else bisect.bisect_left(keys, prefix)
+    out, count = [], 0
+    while at < len(keys) and keys[at].startswith(prefix) and count < 1000:
+        after, count = keys[at], count + 1
+        folder, slash, _ = keys[at][len(prefix) :].partition("/")
+        if slash and query.get("delimiter"):
+            out.append(f"<CommonPrefixes><Prefix>{html.escape(prefix + folder)}/</Prefix></CommonPrefixes>")
+            after = f"{prefix}{folder}0"  # the character behind the slash
+            at = bisect.bisect_left(keys, after)
+            continue
+        out.append(
+            f"<Contents><Key>{html.escape(after)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f'<ETag>"{len(after):032x}"</ETag><Size>{0 if after.endswith("/") else len(after)}</Size></Contents>'
+        )
+        at += 1
+    more = at < len(keys) and keys[at].startswith(prefix)
+    token = f"<NextContinuationToken>{html.escape(after)}</NextContinuationToken>" if more else ""
+    return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{''.join(out)}</ListBucketResult>"
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,8 +29,11 @@ def literal(text: str) -> Any:
 
 def load_array(path: Path, *, mapped: bool = False) -> npt.NDArray[Any]:
     """The array in a ``.npy`` file, never unpickled; ``mapped``: as a view of the file. Raises what NumPy's ``load``
-    does."""
-    array: npt.NDArray[Any] = _parsing(lambda: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False))
+    does, and ``ValueError`` for every header that cannot be read."""
+    try:
+        array: npt.NDArray[Any] = _parsing(lambda: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False))
+    except (SyntaxError, OverflowError, TokenError) as error:
+        raise ValueError(f"{str(path)!r} has no header of an array") from error
     return array.view(np.ndarray)
 
 

@@ -24,7 +24,7 @@ from cachetool.proc.folders import remove_path
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
 from cachetool.pull.job import ListingChange, PrepareArguments, Prepared
-from cachetool.pull.shared_listing import agree, fetch, publish
+from cachetool.pull.shared_listing import Turn, agree, fetch, fetch_newer, publish
 from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.braces import braces_of
@@ -34,7 +34,7 @@ from cachetool.sources.looked import LookedAt
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.rate_limit import RateLimit
 from cachetool.sources.registry import list_source, open_source, refuse_empty
-from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
+from cachetool.sources.segments import Change, EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 
 __all__ = ["PROBED", "list_on", "pace_of", "prepare"]
 
@@ -52,8 +52,9 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
     folder = Path(task.listing)
     was_listed = (folder / "listing.json").exists()
     complete, change, gone = _list(channel, task, options)
+    segments = [] if change is None else [Path(task.refresh or "", name) for name, *_ in change.segments]
     if task.refresh is not None:
-        options = numbered(options, [folder, Path(task.refresh, "segment")])
+        options = numbered(options, [folder, *segments])
     elif not was_listed or not options.classes:
         options = numbered(options, [folder])
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).kept_of
@@ -63,8 +64,8 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
         order = {**order, "segments": source.segments}
     try:
         probed = _first(source, order, gone)
-        if task.refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
-            probing = open_source(task.url, Path(task.refresh, "segment"), options, pace=pace_of(task.pace))
+        if segments and not len(probed):  # all is gone: what came last tells
+            probing = open_source(task.url, segments[-1], options, pace=pace_of(task.pace))
             probed = probing.order(**{**order, "segments": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=task.skip_bad):
@@ -137,38 +138,55 @@ def _list(
 
     shared = None if task.shared is None else Path(task.shared)
     if not (folder / "listing.json").exists():
-        if shared is not None and fetch(shared, folder):
-            return True, None, []
-        if task.early is None or braces_of(task.url) is not None:  # whose names are known without a listing
+        if task.early is not None and braces_of(task.url) is None:  # whose names are known without a listing
+            with EarlyListing(task.url, options, size=task.early, skip_bad=task.skip_keys) as listed:
+                refuse_empty(listed.write(folder, progress=progress))
+                return listed.ended, None, []
+
+        def list_all() -> None:
             list_source(task.url, folder, options, progress=progress, skip_bad=task.skip_keys)
-            if shared is not None and not publish(folder, shared):
-                remove_path(folder)
-                fetch(shared, folder)
-            return True, None, []
-        with EarlyListing(task.url, options, size=task.early, skip_bad=task.skip_keys) as listed:
-            refuse_empty(listed.write(folder, progress=progress))
-            return listed.ended, None, []
+
+        if shared is None:
+            list_all()
+        elif not fetch(shared, folder):
+            with Turn(shared, lambda: progress(0)):
+                if not fetch(shared, folder):
+                    list_all()
+                    if not publish(folder, shared):
+                        remove_path(folder)
+                        fetch(shared, folder)
+        return True, None, []
+    is_of_files = (folder / TABLE_FILE).exists()
+    old = SegmentedListing.open(folder, units=None if is_of_files else task.units)
     if shared is not None:
-        agree(folder, shared)
+        agree(old.parts, shared)
     if task.refresh is None:
         return True, None, []
-    if (folder / TABLE_FILE).exists():
+    if is_of_files:
         raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
-    old = SegmentedListing.open(folder, units=task.units)
-    options, segment = replace(options, stem=old.stem), Path(task.refresh, "segment")
-    theirs = None if shared is None else shared / segment_name(len(old.parts))
-    names: tuple[str, ...] = ()
-    if theirs is None or not fetch(theirs, segment):
+    options, scratch, number = replace(options, stem=old.stem), Path(task.refresh), len(old.parts)
+
+    def list_again() -> Change:
         fresh = list_source(
-            task.url, Path(task.refresh, "fresh"), options, progress=progress, kept=old.kept or (),
-            skip_bad=task.skip_keys,
-        )  # fmt: skip
-        changes = write_changes(segment, old, fresh)
-        names = changes.names
-        if theirs is not None and changes.any and not publish(segment, theirs):
-            remove_path(segment)
-            fetch(theirs, segment)
-    return True, *_change(old, segment, names)
+            task.url, scratch / "fresh", options, progress=progress, kept=old.kept or (), skip_bad=task.skip_keys
+        )
+        return write_changes(scratch / segment_name(number), old, fresh)
+
+    if shared is None:
+        changes = list_again()
+        return True, *_change(old, [scratch / segment_name(number)] if changes.any else [], changes.names)
+    segments, names = fetch_newer(shared, scratch, number), tuple[str, ...]()
+    if not segments:
+        with Turn(shared, lambda: progress(0)) as turn:
+            segments = fetch_newer(shared, scratch, number)
+            if not (segments or turn.others_looked):
+                changes = list_again()
+                names, segments = changes.names, [scratch / segment_name(number)] if changes.any else []
+                if segments and not publish(segments[0], shared / segments[0].name):
+                    remove_path(segments[0])
+                    segments = fetch_newer(shared, scratch, number)
+                turn.looked()
+    return True, *_change(old, segments, names)
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:
@@ -184,16 +202,13 @@ def _first(source: Source, order: Message, gone: list[int]) -> Any:
         count = min(2 * count, _AT_ONCE)
 
 
-def _change(old: SegmentedListing, folder: Path, names: tuple[str, ...]) -> tuple[ListingChange, list[int]]:
-    """The difference that the segment in ``folder`` makes, and the units that have vanished."""
-    segment, vanished = Listing.open(folder), load_array(folder / "vanished.npy").tolist()
-    after = SegmentedListing([*old.parts, segment])
-    change = ListingChange(
-        added=segment.units,
-        vanished=len(vanished),
-        names=names,
-        units=after.units,
-        identity=after.identity,
-        name=segment_name(len(old.parts)),
-    )
+def _change(old: SegmentedListing, folders: list[Path], names: tuple[str, ...]) -> tuple[ListingChange, list[int]]:
+    """The difference that the segments in ``folders`` make, and the units that have vanished."""
+    vanished: list[int] = []
+    steps, after = [], old
+    for folder in folders:
+        after = SegmentedListing([*after.parts, Listing.open(folder)])
+        steps.append((folder.name, after.units, after.identity))
+        vanished += load_array(folder / "vanished.npy").tolist()
+    change = ListingChange(added=after.units - old.units, vanished=len(vanished), names=names, segments=tuple(steps))
     return change, vanished

@@ -184,6 +184,7 @@ _BUILT_IN = (
         marks=("data.mdb",), records=True, by_path=True,
     ),
 )  # fmt: skip
+_SUFFIXES = tuple(suffix for kind in _BUILT_IN for suffix in kind.suffixes)
 
 
 @functools.cache
@@ -233,17 +234,23 @@ def _by_turns() -> Iterator[Kind]:
     """All kinds. The packages that are installed are searched for more of them only after the built-in ones, because
     that takes as long as all else that opens a small file."""
     yield from _BUILT_IN
-    yield from itertools.islice(kinds().values(), len(_BUILT_IN), None)
+    yield from _installed()
+
+
+def _installed() -> Iterator[Kind]:
+    """The kinds of other packages."""
+    return itertools.islice(kinds().values(), len(_BUILT_IN), None)
 
 
 def kind_of(name: str) -> Kind | None:
     """What a file of this name holds, if it holds many samples."""
     name = name.lower()
-    if _PART.search(name):
+    if "-of-" in name and _PART.search(name):
         return kind_named("tfrecord")
     if name.endswith(_LOCKS):
         return None
-    return next((kind for kind in _by_turns() if name.endswith(kind.suffixes) and "." in name.lstrip(".")), None)
+    some = _by_turns() if name.endswith(_SUFFIXES) else _installed()  # of a million names most have no such end
+    return next((kind for kind in some if name.endswith(kind.suffixes) and "." in name.lstrip(".")), None)
 
 
 def kind_of_head(head: bytes) -> Kind | None:

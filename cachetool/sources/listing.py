@@ -1,14 +1,12 @@
 """What a store held when it was listed, on disk: the objects in the order that numbers the units.
 
-One folder of plain arrays, made to be memory-mapped and shared; about 40 bytes an object beside its key and ETag::
+One folder of arrays, made to be memory-mapped and shared; of ImageNet's names 8 bytes an object beside its ETag::
 
-    keys.npy          uint8    the keys, one after another, sorted by (sample, key)
-    key_offsets.npy   int64    (objects + 1,)   where each begins
-    etags.npy         uint8    the ETags, one after another; empty where the store has none
-    etag_offsets.npy  int64    (objects + 1,)
-    sizes.npy         int64    (objects,)       -1 where the listing does not say
-    units.npy         int64    (units + 1,)     the first object of each unit
-    listing.json               counts, rule of grouping, digest, names that are in no sample; written last
+    objects.npy    keys and ETags, sorted by (sample, key), packed (:mod:`cachetool.sources.key_blocks`)
+    blocks.npy     where each block of them begins
+    sizes.npy      int32 or int64 (objects,)     -1 where the listing does not say
+    units.npy      int32 or int64 (units + 1,)   the first object of each unit; absent where all have as many objects
+    listing.json   counts, rule of grouping, digest, names that are in no sample; written last
 
 Keys arrive in any order and any number: runs of :data:`RUN` keys are sorted in memory, put aside in the folder and
 merged, so that a hundred million keys take no more memory than a quarter of one.
@@ -34,11 +32,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import write_array_header_1_0
 
 from cachetool.core.errors import BadObject, CorruptError
 from cachetool.proc.arrays import load_array
 from cachetool.proc.folders import make_missing, new_file, remove_path, replacing
 from cachetool.sources.grouping import Grouping, Kept, Record
+from cachetool.sources.key_blocks import BLOCK, KeyBlocks, packed
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
 from cachetool.stores.base import LeftOut, check_listed
@@ -50,12 +50,13 @@ TABLE_FILE = "table.json"
 """Beside the listing of files of many samples."""
 RUN = 2**18
 """Keys that are sorted in memory at a time."""
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<IIIq")
 HIDDEN = "hidden"
 """The reason of names that are counted, and not named."""
-CHUNK = 2**16
-"""Objects that :meth:`Listing.records` takes out of the maps at a time."""
+CHUNK = 2**14
+"""Objects that are written, or read in order, at a time: a multiple of a block."""
+_NO_STARTS = np.zeros(0, dtype=np.int32)
 
 
 def write_listing(
@@ -110,7 +111,8 @@ class _Arrived:
 
     def __init__(self, folder: Path, stem: Stem, grouping: Grouping | None) -> None:
         self._folder, self._stem, self._grouping = folder, stem, grouping
-        self._runs: list[Path] = []
+        self._runs: list[tuple[Record, Record, Path]] = []
+        """First and last record of each."""
         self._pending: list[Record] = []
         self._number = itertools.count()
 
@@ -128,15 +130,21 @@ class _Arrived:
     def _append(self, record: Record) -> None:
         self._pending.append(record)
         if len(self._pending) >= RUN:
-            self._runs.append(_put_aside(self._folder / f"run-{next(self._number):04d}.tmp", self._pending))
+            path = _put_aside(self._folder / f"run-{next(self._number):04d}.tmp", self._pending)
+            self._runs.append((self._pending[0], self._pending[-1], path))
             self._pending = []
 
     def records(self) -> Iterator[Record]:
         """All of them, sorted."""
         self._pending.sort()
-        if not self._runs:
-            return iter(self._pending)
-        return heapq.merge(*(_take_back(run) for run in self._runs), self._pending)
+        runs = [(first, last, _take_back(path)) for first, last, path in self._runs]
+        if self._pending:
+            runs.append((self._pending[0], self._pending[-1], iter(self._pending)))
+        runs.sort(key=lambda run: run[0])
+        streams = [records for *_, records in runs]
+        if all(one[1] <= two[0] for one, two in pairwise(runs)):  # most stores list in the order of keys
+            return itertools.chain(*streams)
+        return heapq.merge(*streams)
 
     def regroup(self, stem: Stem) -> None:
         """Cut the names of all of them in another way."""
@@ -146,13 +154,13 @@ class _Arrived:
             for _, key, size, etag in records:
                 self.add(Object(_decode(key), size, _decode(etag) or None), "")
         finally:
-            for run in runs:
-                remove_path(run)
+            for *_, path in runs:
+                remove_path(path)
 
     def close(self) -> None:
         """Remove what was put aside."""
-        for run in self._runs:
-            remove_path(run)
+        for *_, path in self._runs:
+            remove_path(path)
 
 
 def write_sorted(
@@ -186,10 +194,6 @@ def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _sync(fd: int) -> None:
-    os.fsync(fd)
-
-
 def _put_aside(path: Path, records: list[Record]) -> Path:
     records.sort()
     with new_file(path) as file:
@@ -213,47 +217,90 @@ class _Writer:
         self._folder, self._url = folder, url
 
     def write(self, records: Iterator[Record]) -> dict[str, Any]:
-        key_offsets, etag_offsets, sizes, units = array("q", [0]), array("q", [0]), array("q"), array("q")
         digest = hashlib.sha256()
-        last_sample, last_key = None, None
-        with _BytesFile(self._folder / "keys.npy") as keys, _BytesFile(self._folder / "etags.npy") as etags:
-            for sample, key, size, etag in records:
-                if key == last_key:
-                    raise BadObject(f"{self._url}: the key {_decode(key)!r} is listed twice")
-                if sample != last_sample:
-                    units.append(len(sizes))
-                    last_sample = sample
-                last_key = key
-                sizes.append(size)
-                keys.write(key)
-                etags.write(etag)
-                key_offsets.append(keys.count)
-                etag_offsets.append(etags.count)
-                digest.update(_HEAD.pack(len(sample), len(key), len(etag), size) + key + etag)
-        units.append(len(sizes))
-        columns = {"key_offsets": key_offsets, "etag_offsets": etag_offsets, "sizes": sizes, "units": units}
-        for name, column in columns.items():
-            with new_file(self._folder / f"{name}.npy") as file:
-                np.save(file, np.frombuffer(column, dtype=np.int64), allow_pickle=False)
-                file.flush()
-                _sync(file.fileno())
-        object_sizes = np.frombuffer(sizes, dtype=np.int64)
-        if object_sizes.sum(dtype=np.float64) >= 2.0**62:
-            raise BadObject(
-                f"{self._url}: {len(object_sizes)} objects are said to have"
-                f" {object_sizes.sum(dtype=np.float64):.1e} bytes"
-            )
-        starts = np.frombuffer(units, dtype=np.int64)[:-1]
-        per_unit = (
-            np.add.reduceat(np.maximum(object_sizes, 0), starts) if len(object_sizes) else np.zeros(1, dtype=np.int64)
-        )
+        objects = units = nbytes = largest = open_bytes = begun = 0
+        last_sample: bytes | None = None
+        last_key: bytes | None = None
+        counts: set[int] = set()
+        blocks = array("q", [0])
+        with (
+            _BytesFile(self._folder / "objects.npy") as data,
+            _Numbers(self._folder / "sizes.npy") as sizes,
+            _Numbers(self._folder / "units.npy") as starts,
+        ):
+            while some := list(itertools.islice(records, CHUNK)):
+                samples, keys, object_sizes, etags = zip(*some, strict=True)
+                if (twice := next((one for one, two in pairwise((last_key, *keys)) if one == two), None)) is not None:
+                    raise BadObject(f"{self._url}: the key {_decode(twice)!r} is listed twice")
+                digest.update(b"".join([_HEAD.pack(len(a), len(b), len(d), c) + b + d for a, b, c, d in some]))
+                for at in range(0, len(keys), BLOCK):
+                    data.write(packed(keys[at : at + BLOCK], etags[at : at + BLOCK]))
+                    blocks.append(data.count)
+                known = np.array(object_sizes, dtype=np.int64)
+                sizes.write(known)
+                np.maximum(known, 0, out=known)
+                nbytes += int(known.sum())
+                if nbytes >= 2**62:
+                    raise BadObject(f"{self._url}: {objects + len(keys)} objects are said to have {nbytes:.1e} bytes")
+                begins = [at for at, (one, two) in enumerate(pairwise((last_sample, *samples))) if one != two]
+                sums = np.add.reduceat(known, [0, *(at for at in begins if at)])
+                sums[0] += open_bytes if begins[:1] != [0] else 0
+                largest, open_bytes = max(largest, int(sums.max())), int(sums[-1])
+                if begins:
+                    first = np.array(begins, dtype=np.int64) + objects
+                    counts.update(np.unique(np.diff(first, prepend=begun))[units == 0 :].tolist())
+                    starts.write(first)
+                    units, begun = units + len(begins), int(first[-1])
+                last_sample, last_key, objects = samples[-1], keys[-1], objects + len(keys)
+            counts.add(objects - begun)
+            starts.write(np.array([objects], dtype=np.int64))
+            sizes.finish()
+            if (each := counts.pop() if len(counts) == 1 else 0) == 0:
+                starts.finish()
+        with new_file(self._folder / "blocks.npy") as file:
+            np.save(file, np.frombuffer(blocks, dtype=np.int64), allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
         return {
-            "objects": len(sizes),
-            "units": len(units) - 1,
-            "bytes": int(np.maximum(object_sizes, 0).sum()),
-            "largest": int(per_unit.max()),
+            "objects": objects,
+            "units": units,
+            "each": each,
+            "bytes": nbytes,
+            "largest": largest,
             "digest": digest.hexdigest(),
         }
+
+
+class _Numbers:
+    """A ``.npy`` file of whole numbers that come a few at a time: of 4 bytes each, or of 8 where one takes more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._most = path, 0
+
+    def __enter__(self) -> _Numbers:
+        aside = self._path.with_suffix(".tmp")
+        self._file = new_file(aside, 2**20)  # closed in __exit__
+        remove_path(aside)
+        return self
+
+    def write(self, numbers: npt.NDArray[np.int64]) -> None:
+        self._file.write(numbers.tobytes())
+        self._most = max(self._most, int(numbers.max()))
+
+    def finish(self) -> None:
+        """Make the file."""
+        count = self._file.tell() // 8
+        dtype = np.dtype(np.int32 if self._most < 2**31 else np.int64)
+        self._file.seek(0)
+        with new_file(self._path, 2**20) as file:
+            write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+            while piece := self._file.read(2**20):
+                file.write(np.frombuffer(piece, dtype=np.int64).astype(dtype).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 class _BytesFile:
@@ -282,7 +329,7 @@ class _BytesFile:
         self._file.seek(0)
         self._file.write(header)
         self._file.flush()
-        _sync(self._file.fileno())
+        os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -298,7 +345,9 @@ def opened(
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
         if facts["version"] != version:
-            raise CorruptError(f"{what} {str(folder)!r} has version {facts['version']}, known is {version}")
+            raise CorruptError(
+                f"{what} {str(folder)!r} has version {facts['version']}, known is {version}; remove it to list again"
+            )
         arrays = {name: load_array(folder / f"{name}.npy", mapped=True) for name in names}
         yield facts, arrays
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -334,20 +383,21 @@ class Listing:
     """What was decided about the names, or what the objects are beside bytes, and which option decides otherwise."""
     kept: Kept | None
     """The fields by which a folder of objects was sifted; None where that was not done."""
-    sizes: npt.NDArray[np.int64]
+    _each: int
+    """Objects of every unit; 0 where these differ."""
+    _sizes: npt.NDArray[Any]
     """Bytes of each object, -1 where not known."""
-    unit_starts: npt.NDArray[np.int64]
-    """The first object of each unit, and the number of objects."""
-    _keys: npt.NDArray[np.uint8]
-    _key_offsets: npt.NDArray[np.int64]
-    _etags: npt.NDArray[np.uint8]
-    _etag_offsets: npt.NDArray[np.int64]
+    _starts: npt.NDArray[Any]
+    """The first object of each unit, and the number of objects; empty where all units have as many."""
+    _blocks: KeyBlocks
 
     @classmethod
     def open(cls, folder: Path) -> Listing:
         """Map the listing in ``folder``. Raises :class:`CorruptError` when it is not one, or not whole."""
-        names = ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")
-        with opened("listing", folder / LISTING_FILE, names, version=_VERSION) as (facts, arrays):
+        with opened("listing", folder / LISTING_FILE, ("objects", "blocks", "sizes"), version=_VERSION) as (
+            facts,
+            arrays,
+        ):
             listing = cls(
                 folder=folder,
                 url=facts["url"],
@@ -360,22 +410,27 @@ class Listing:
                 left_out=LeftOut(facts["left_out"], facts.get("named", ()), facts.get("more", 0)),
                 notes=tuple(map(str, facts.get("notes", ()))),
                 kept=None if facts.get("kept") is None else tuple((str(a), str(b)) for a, b in facts["kept"]),
-                sizes=arrays["sizes"],
-                unit_starts=arrays["units"],
-                _keys=arrays["keys"],
-                _key_offsets=arrays["key_offsets"],
-                _etags=arrays["etags"],
-                _etag_offsets=arrays["etag_offsets"],
+                _each=facts["each"],
+                _sizes=arrays["sizes"],
+                _starts=_NO_STARTS if facts["each"] else load_array(folder / "units.npy", mapped=True),
+                _blocks=KeyBlocks(folder, arrays["objects"], arrays["blocks"], facts["objects"]),
             )
-        lengths = (len(listing.sizes), len(listing._key_offsets) - 1, len(listing._etag_offsets) - 1)
-        consistent = lengths == (listing.objects,) * 3 and len(listing.unit_starts) == listing.units + 1
-        if not (
-            consistent
-            and listing._key_offsets[-1] == len(listing._keys)
-            and listing._etag_offsets[-1] == len(listing._etags)
-        ):
-            raise CorruptError(f"listing {str(folder)!r} is not whole; remove it to list again")
+            if not listing._is_whole:
+                raise CorruptError(f"listing {str(folder)!r} is not whole; remove it to list again")
         return listing
+
+    @property
+    def _is_whole(self) -> bool:
+        sizes, starts = self._sizes, self._starts
+        if not all(type(count) is int and count >= 0 for count in (self.objects, self.units, self._each)):
+            return False
+        if sizes.shape != (self.objects,) or sizes.dtype.kind != "i":
+            return False
+        if self._each:
+            return self._each * self.units == self.objects
+        is_column = starts.shape == (self.units + 1,) and starts.dtype.kind == "i"
+        bounds_fit = is_column and starts[0] == 0 and starts[-1] == self.objects
+        return bool(bounds_fit and (starts[1:] > starts[:-1]).all())
 
     @property
     def identity(self) -> str:
@@ -384,45 +439,43 @@ class Listing:
 
     def unit_bytes(self, units: npt.NDArray[np.int64], *, unknown: int = 0) -> npt.NDArray[np.int64]:
         """Bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
-        starts = self.unit_starts[units]
-        counts = self.unit_starts[units + 1] - starts
+        starts, stops = self._bounds(units)
+        counts = stops - starts
         ends = np.cumsum(counts)
         at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
-        sizes = self.sizes[at]
+        sizes = self._sizes[at].astype(np.int64)
         return np.add.reduceat(np.where(sizes < 0, unknown, sizes), ends - counts) if len(ends) else ends
 
+    def _bounds(self, units: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The first object of each unit, and the one behind its last."""
+        if self._each:
+            return units * self._each, (units + 1) * self._each
+        return self._starts[units].astype(np.int64), self._starts[units + 1].astype(np.int64)
+
     def object(self, index: int) -> Object:
-        """The object at a position."""
-        key = self._keys[self._key_offsets[index] : self._key_offsets[index + 1]]
-        etag = self._etags[self._etag_offsets[index] : self._etag_offsets[index + 1]]
-        return Object(_decode(key.tobytes()), int(self.sizes[index]), _decode(etag.tobytes()) or None)
+        """The object at a position. Raises :class:`CorruptError` where the listing is damaged."""
+        key, etag = self._blocks[index]
+        return Object(_decode(key), int(self._sizes[index]), _decode(etag) or None)
 
     def unit(self, number: int) -> list[Object]:
         """The objects of one unit, in order of their keys. Raises :class:`IndexError` for a number out of range."""
         if not 0 <= number < self.units:
             raise IndexError(f"unit {number} of {self.units}")
-        return [self.object(index) for index in range(self.unit_starts[number], self.unit_starts[number + 1])]
+        if self._each:
+            start, stop = number * self._each, (number + 1) * self._each
+        else:
+            start, stop = self._starts[number : number + 2].tolist()
+        return [self.object(index) for index in range(start, stop)]
 
     def records(self, stem: Stem) -> Iterator[tuple[int, Record]]:
         """Every object with the number of its unit, in their order; ``stem`` is the rule that grouped them."""
-        unit, ends = -1, iter(self.unit_starts.tolist())
-        begin = next(ends)
+        pairs, unit, stop = iter(self._blocks), -1, 0
         for start in range(0, self.objects, CHUNK):
-            stop = min(start + CHUNK, self.objects)
-            keys, etags = (
-                _cut(data, offsets[start : stop + 1])
-                for data, offsets in ((self._keys, self._key_offsets), (self._etags, self._etag_offsets))
-            )
-            for at, (key, size, etag) in enumerate(zip(keys, self.sizes[start:stop].tolist(), etags, strict=True)):
-                if start + at == begin:
-                    unit, begin = unit + 1, next(ends)
+            for at, size in enumerate(self._sizes[start : start + CHUNK].tolist(), start):
+                if at == stop:
+                    unit += 1
+                    stop = stop + self._each if self._each else int(self._starts[unit + 1])
+                key, etag = next(pairs)
                 part = stem.split(_decode(key))
                 assert not isinstance(part, str), f"{key!r} was listed as part of a sample"
                 yield unit, (_encode(part.sample), key, size, etag)
-
-
-def _cut(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[bytes]:
-    """The byte strings that lie one after another."""
-    at = (offsets - offsets[0]).tolist()
-    blob = data[offsets[0] : offsets[-1]].tobytes()
-    return [blob[a:b] for a, b in pairwise(at)]

@@ -137,6 +137,13 @@ def _concurrency(value: object, *, what: str) -> int:
     return number
 
 
+def _list_workers(value: object, *, what: str) -> int:
+    number = parse_whole(value, what=what)
+    if not 1 <= number <= 256:
+        raise UsageError(f"--list-workers must be 1 to 256, got {number}")
+    return number
+
+
 def field_names(texts: Sequence[str]) -> tuple[str, ...]:
     """The names in ``--fields a,b --fields c``."""
     return tuple(name.strip() for name in ",".join(texts).split(","))
@@ -245,6 +252,14 @@ class SourceOptions(Options):
     concurrency: Annotated[
         int | None, Option("Requests in flight in each worker. Default: what suits the store.", "N", _concurrency)
     ] = None
+    list_workers: Annotated[
+        int,
+        Option(
+            "Pages of the list of SOURCE that are asked for at once, in folders of s3, gs and az; other places are"
+            " listed as ever, a manifest in one piece.",
+            "K", _list_workers,
+        ),
+    ] = 1  # fmt: skip
     classes: Sequence[str] = ()
     """The names that the numbers stand for, once they are known; see :mod:`cachetool.sources.classes`."""
 

@@ -22,6 +22,7 @@ from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
 from cachetool.sources.options import OF_FILES, READ_AS, SourceOptions
 from cachetool.sources.rate_limit import RateLimit, paced
 from cachetool.sources.segments import SegmentedListing
+from cachetool.sources.store_list import StoreList
 from cachetool.sources.value_format import is_raw
 from cachetool.sources.zarr_keys import keys_of_zarr, without_mark
 from cachetool.stores import Limits, Object, Store, local_path, redact, split_url
@@ -174,10 +175,14 @@ class _Lister:
         from cachetool.sources.kinds import RAW, Census
 
         access = {"follow_links": self._options.follow_links, "skip_unusable": self._skip_bad}
-        with contextlib.closing(open_store(url, limits=self._limits, **access)) as store:
+        purpose = "" if self._kept is None else "refresh"
+        with (
+            contextlib.closing(open_store(url, limits=self._limits, **access)) as store,
+            StoreList(store, workers=self._options.list_workers, purpose=purpose) as of_store,
+        ):
             census, grouping = Census(store.url), Grouping(self._options, kept=self._kept, bounded=False)
             unusable = LeftOut()
-            listed = store.list if braces is None else functools.partial(braces.pages, store)
+            listed = of_store.pages if braces is None else functools.partial(braces.pages, store)
 
             def pages() -> Iterator[list[Object]]:
                 names = _usable(listed(), store.url, unusable) if self._skip_bad else listed()
@@ -190,14 +195,14 @@ class _Lister:
             try:
                 listing = write_listing(
                     self._folder, pages(), stem=grouping.stem, url=store.url,
-                    left_out=lambda: unusable.joined(self._passed_over(store)), progress=self._progress,
+                    left_out=lambda: unusable.joined(self._passed_over(of_store)), progress=self._progress,
                     inside=lambda: census.inside, grouping=grouping,
                 )  # fmt: skip
             except _Files as files:
                 self._is_listed = True
                 # Only now is it known that these are files: listed again, without grouping by names.
                 remove_path(self._folder)
-                listing = self._files(store, listed(), files.kind, url, learned=census.learned)
+                listing = self._files(store, listed(), files.kind, url, learned=census.learned, passed_over=of_store)
             else:
                 self._is_listed = bool(listing.objects or listing.left_out)
                 if census.exported is not None and census.exported.size <= MAX_JSON:
@@ -229,7 +234,7 @@ class _Lister:
     def _reads_raw(self) -> bool:
         return self._options.read_as == "files" and is_raw(self._options.value_format)
 
-    def _passed_over(self, store: Store) -> LeftOut:
+    def _passed_over(self, store: Store | StoreList) -> LeftOut:
         return LeftOut().joined(store.left_out).joined(self._chosen.left_out())
 
     def _files(
@@ -241,13 +246,14 @@ class _Lister:
         *,
         alone: bool = False,
         learned: Mapping[str, Kind] | None = None,
+        passed_over: StoreList | None = None,
     ) -> Listing:
         from cachetool.sources.file_listing import list_files
 
         return list_files(
             store, self._folder, self._chosen.of(pages), kind, self._options, progress=self._progress, alone=alone,
             survey=self._survey, local=_folder_of(place), learned=learned or {},
-            left_out=lambda: self._passed_over(store),
+            left_out=lambda: self._passed_over(passed_over or store),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
 
 __all__ = [
+    "Batch",
     "CHANGED",
     "EXHAUSTED",
     "HTTP_SCHEMES",
@@ -141,7 +142,8 @@ class LeftOut(Counter[str]):
         return (*self.named, ("...", f"and {self.more} more")) if self.more else tuple(self.named)
 
 
-Pages = Iterator[list[Object]]
+Batch = list[Object]
+Pages = Iterator[Batch]
 """A listing as it arrives."""
 
 
@@ -211,8 +213,18 @@ class Opening(Protocol):
 class OrderedStore(Store, Protocol):
     """A store that lists in the order of its keys, as bytes."""
 
-    def list_after(self, key: str | None) -> Pages:
-        """All objects behind ``key`` (None: all), ascending; otherwise as :meth:`list`."""
+    def place(self) -> str:
+        """The server, the place there, and which of its keys are left out: tells this list from all others."""
+        ...
+
+    def list_after(self, key: str | None, upto: str | None = None) -> Pages:
+        """All objects behind ``key`` (None: all), up to and with ``upto``, ascending; otherwise as :meth:`list`. What
+        is passed over is in :attr:`left_out` page by page."""
+        ...
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """Names of the folders right below one (``""``: the place itself), without a ``/`` at the end; none where the
+        store does not say it soon."""
         ...
 
 
@@ -249,17 +261,17 @@ _UNPACKED = frozenset({"", "identity", "aws-chunked"})
 
 def check_listed(item: Object, url: str) -> None:
     """Raise :class:`BadObject` for what no store can mean: the listing of ``url`` may say anything."""
-    begins = f"{url}: the listed key {printable(item.key[:80])!r}"
+    why = ""
     try:
-        longest = max(len(text.encode("utf-8", "surrogateescape")) for text in (item.key, item.etag or ""))
+        key, etag = item.key.encode("utf-8", "surrogateescape"), (item.etag or "").encode("utf-8", "surrogateescape")
+        if (longest := max(len(key), len(etag))) > KEY_BYTES:
+            why = f", or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken"
+        elif not -1 <= item.size < LARGEST:
+            why = f" is said to have {item.size} bytes"
     except UnicodeEncodeError:
-        raise BadObject(f"{begins}, or its ETag, is no text: it has half of a surrogate pair;{_LEAVE_OUT}") from None
-    if longest > KEY_BYTES:
-        raise BadObject(
-            f"{begins}, or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken;{_LEAVE_OUT}"
-        )
-    if not -1 <= item.size < LARGEST:
-        raise BadObject(f"{begins} is said to have {item.size} bytes;{_LEAVE_OUT}")
+        why = ", or its ETag, is no text: it has half of a surrogate pair"
+    if why:
+        raise BadObject(f"{url}: the listed key {printable(item.key[:80])!r}{why};{_LEAVE_OUT}")
 
 
 _LEAVE_OUT = "\nleave such objects out, by name, with --on-error skip"

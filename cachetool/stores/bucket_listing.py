@@ -48,9 +48,9 @@ class BucketList:
         self._prefix = f"{prefix}/" if prefix else ""
         self._limits = limits
 
-    def pages(self, after: str | None, left_out: LeftOut) -> Iterator[list[dict[str, Any]]]:
+    def pages(self, after: str | None, left_out: LeftOut, upto: str | None = None) -> Iterator[list[dict[str, Any]]]:
         """All objects behind the key ``after``, as obstore gives them; those that have no usable key go to
-        ``left_out``."""
+        ``left_out``, if they lie up to ``upto``."""
         client = PageClient(self._url, self._limits, certificates=os.environ.get("AWS_CA_BUNDLE"))
         query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix}
         if after is not None:
@@ -62,6 +62,8 @@ class BucketList:
                 page = [_object(entry, len(self._prefix), answer) for entry in _all(answer, "Contents")]
                 for item in [item for item in page if unusable(item["path"])]:
                     page.remove(item)
+                    if upto is not None and item["path"] > upto:
+                        continue
                     if item["path"].endswith("/") and not item["size"] and not unusable(item["path"][:-1]):
                         left_out["folder markers"] += 1
                     elif item["path"] or item["size"]:

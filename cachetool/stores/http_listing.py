@@ -379,7 +379,8 @@ def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
     carry a signature, and would have to be stored).
     """
     batch: list[Object] = []
-    for number, raw in enumerate(io.BytesIO(body), start=1):
+    lines = io.BytesIO(body.obj if isinstance(body.obj, bytes) and len(body.obj) == len(body) else body)  # no copy
+    for number, raw in enumerate(lines, start=1):
         line = (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
         if not line or line.startswith(b"#"):
             continue
@@ -398,7 +399,7 @@ def _line_object(line: bytes, where: str, *, as_json: bool) -> Object:
     size, etag = -1, None
     if as_json:
         try:
-            entry = json.loads(line)
+            entry = json.loads(str(line, "utf-8", "surrogatepass"))  # of bytes it would look for other encodings
             name = entry.get("key") or entry.get("url") or entry.get("path")
             size = _whole(entry.get("size"))
             etag = f"{SHA256}{entry['sha256'].lower()}" if entry.get("sha256") else entry.get("etag")

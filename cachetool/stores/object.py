@@ -11,8 +11,9 @@ take 2.0 s of a processor when each is handed over.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import cachetool.stores.bounded as bounded
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import LeftOut, Limits, Object, Pages, check_identity, check_length, refuse_encoded
+from cachetool.stores.base import Batch, LeftOut, Limits, Object, Pages, check_identity, check_length, refuse_encoded
 from cachetool.stores.bucket_listing import BucketList
 from cachetool.stores.credentials import (
     EXPIRES,
@@ -92,9 +93,10 @@ def open_object_store(url: str, limits: Limits, *, skip_unusable: bool = False) 
 
         pair = _Clients(
             make(limits.silence),
-            lambda: make(limits.listing),
+            functools.cache(lambda: make(limits.listing)),
             bounded.Watched(origin_of(endpoint).port if endpoint else 443),
             _own_list(place, scheme, bucket, prefix.strip("/"), options, limits),
+            f"{endpoint} {options.get('account_name', '')}",
         )
         return Credentials(pair, identity, ends)
 
@@ -134,11 +136,13 @@ class _Clients:
 
     reading: Any
     listing: Callable[[], Any]
-    """Makes another one with the limits that suit a listing."""
+    """Makes another one with the limits that suit a listing, when it is first asked for."""
     watched: bounded.Watched
     """Around a call of the reading one."""
     own_list: BucketList | None
     """Lists keys that the others cannot name."""
+    server: str
+    """Tells the server from others that have buckets of the same names."""
 
 
 def _read(path: str) -> bytes:
@@ -164,22 +168,40 @@ class ObjectStore:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What the last finished :meth:`list` passed over."""
+        """What the last :meth:`list` passed over."""
         return self._left_out
 
     def list(self) -> Pages:
         """All objects below the prefix, a page at a time."""
         yield from self.list_after(None)
 
-    def list_after(self, key: str | None) -> Pages:
+    def place(self) -> str:
+        """Server, bucket and prefix."""
+        return f"{self._login.now().value.server} {self.url} {self._skip_unusable}"
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """The folders right below one."""
+        client = self._login.now().value.listing()
+        try:
+            answer = bounded.awaited(
+                client.list_with_delimiter_async(folder or None), memory=bounded.PAGE_MEMORY, seconds=_SOON
+            )
+        except bounded.errors():  # the list itself says why
+            return []
+        return [str(name).strip("/") for name in answer["common_prefixes"]]
+
+    def list_after(self, key: str | None, upto: str | None = None) -> Pages:
         """Those behind ``key``, ascending."""
         bounded.refuse_fork()
-        left_out = LeftOut()
+        left_out = self._left_out = LeftOut()
         circle = _Circle(self.url)
-        for page in self._pages(key, left_out):
-            batch = []
+        for page in self._pages(key, left_out, upto):
+            batch: Batch = []
             for meta in page:
                 path = meta["path"]
+                if upto is not None and _raw(path) > _raw(upto):
+                    yield batch
+                    return
                 circle.look(path)
                 # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart. That of the
                 # prefix itself has no name.
@@ -188,15 +210,14 @@ class ObjectStore:
                     continue
                 batch.append(Object(path, meta["size"], _bare(meta["e_tag"])))
             yield batch
-        self._left_out = left_out
 
-    def _pages(self, after: str | None, left_out: LeftOut) -> Iterator[Any]:
+    def _pages(self, after: str | None, left_out: LeftOut, upto: str | None) -> Iterator[Any]:
         patience = Patience(self._limits)
         while True:
             credentials = self._login.now()
             if self._skip_unusable and credentials.value.own_list is not None:
                 try:
-                    for page in credentials.value.own_list.pages(after, left_out):
+                    for page in credentials.value.own_list.pages(after, left_out, upto):
                         yield page
                         after = page[-1]["path"] if page else after
                     return
@@ -321,6 +342,8 @@ class ObjectStore:
         """Connections belong to obstore, which drops idle ones by itself."""
 
 
+_SOON = 5.0
+"""Seconds after which a store is not waited for to name the folders of one."""
 _SKIP = "leave such keys out, by name, with --on-error skip"
 
 
@@ -345,6 +368,10 @@ class _Circle:
         if not self._left:
             self._key, self._power = key, 2 * self._power
             self._left = self._power
+
+
+def _raw(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
 
 
 def _bare(etag: str | None) -> str | None:

@@ -409,6 +409,13 @@ def test_the_bounds_of_a_number_that_are_named_are_taken(world: World) -> None:
     world.works("pull src --samples 1 --concurrency 1024 --cache new")
 
 
+@follows("sources/options.py", "--list-workers must be")
+def test_the_bounds_of_list_workers_are_taken(world: World) -> None:
+    world.raises(lambda: SourceOptions(list_workers=257))
+    world.works("pull src --samples 1 --list-workers 1 --cache new")
+    world.works("pull src --samples 1 --list-workers 256 --cache new")
+
+
 @follows("sources/raw.py", "{}: raw numbers do not")
 def test_files_of_numbers_are_read_with_the_format_that_is_asked_for(world: World) -> None:
     file = SourceFile(world.folder / "d/0.bin", 1, MemoryRanges(memoryview(b"x")))

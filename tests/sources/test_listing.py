@@ -184,7 +184,9 @@ def test_keys_that_are_not_utf8_and_twins_stay_what_they_are(tmp_path: Path) -> 
     assert found.units == len(keys) - 1
     assert found.left_out == {"hidden": 1}
     assert {path.name for path in (tmp_path / "l").iterdir()} == {
-        *(f"{name}.npy" for name in ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")),
+        "objects.npy",
+        "blocks.npy",
+        "sizes.npy",
         "listing.json",
     }
 
@@ -207,12 +209,12 @@ def damage(folder: Path, how: str) -> None:
             facts = json.loads((folder / "listing.json").read_text())
             (folder / "listing.json").write_text(json.dumps({**facts, "version": 99}))
         case "short keys":
-            path = folder / "keys.npy"
+            path = folder / "objects.npy"
             path.write_bytes(path.read_bytes()[:-3])
         case "other sizes":
             np.save(folder / "sizes.npy", np.zeros(2, dtype=np.int64))
         case "other offsets":
-            np.save(folder / "key_offsets.npy", np.zeros(6, dtype=np.int64))
+            np.save(folder / "blocks.npy", np.zeros(6, dtype=np.int64))
         case "missing column":
             (folder / "units.npy").unlink()
 
