@@ -29,7 +29,6 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, prepare_model
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sklearn.datasets import load_digits
 from torch import distributed
 
@@ -76,10 +75,8 @@ def train(config: dict[str, Any]) -> None:
     model = prepare_model(torch.nn.Sequential(*layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     history = []
-    # The only rank of its node reads all of the node's cache; how many steps both can take they agree on each epoch.
-    with Loader(
-        cache_here(config["cache"]), batch_size=16, fields=["image", "label"], rank=0, world_size=1, agree=True
-    ) as loader:
+    # The ranks of a node divide its cache; how many steps all of them can take they agree on each epoch.
+    with Loader(cache_here(config["cache"]), batch_size=16, fields=["image", "label"]) as loader:
         for _ in range(EPOCHS):
             first = distributed.get_rank() == 0
             more = config["pull"].remote(200, **config["place"]) if first else None  # goes on while the model trains
@@ -107,12 +104,10 @@ def main(folder: Path) -> None:
     write_digits(bucket)
     with two_nodes() as address:
         place = {"bucket": str(bucket.absolute()), "cache": cache, "address": address}
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        pulling = pull.options(scheduling_strategy=here)  # always there: it keeps the catalog of the whole
-        ray.get(pulling.remote(300, **place))
+        ray.get(pull.remote(300, **place))
         trainer = TorchTrainer(
             train,
-            train_loop_config={"cache": cache, "pull": pulling, "place": place},
+            train_loop_config={"cache": cache, "pull": pull, "place": place},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=2, resources_per_worker={"CPU": 1}, placement_strategy="STRICT_SPREAD"
             ),

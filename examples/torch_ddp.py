@@ -6,7 +6,7 @@ The 1,797 handwritten digits of scikit-learn stand for a bucket. One process of 
 epoch all ranks read the same snapshot, no sample goes to two of them, and all take the same number of steps. It runs on
 CPUs; with GPUs say ``init_process_group("nccl")`` and give the loader ``device=``.
 
-On several nodes each has a cache of its own: start it on each with ``--nnodes``, and let FOLDER be on the node's disk.
+On several nodes each has a cache of its own, with a share of the samples: ``torchrun_two_nodes.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     epochs of 8 steps      |------- 8 -------|------- 8 -------|------- 8 -------|-- ...
 
 A *pass* goes once through one snapshot. Trainers that keep the first length for all epochs, and learning-rate schedules
-that count steps, are right with epochs of one length; every pass still takes the newest snapshot.
+that count steps, are right with epochs of one length; every pass still takes a snapshot of its own.
 """
 
 from __future__ import annotations

@@ -219,9 +219,13 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
         """Evaluate or predict with batches that may differ by one sample from process to process."""
         self._uneven = _is_ours(dataloader) and self.args.world_size > 1
         try:
-            return super().evaluation_loop(dataloader, *args, **options)
+            output = super().evaluation_loop(dataloader, *args, **options)
         finally:
             self._uneven = False
+        if isinstance(dataloader, BaseLoader):
+            # The Trainer asked for the length once more, which took the snapshot of the next evaluation: too early.
+            dataloader.refresh()
+        return output
 
     @property
     def gather_function(self) -> Any:

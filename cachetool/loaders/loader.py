@@ -33,7 +33,7 @@ from cachetool.loaders.feed.transform import Function, dumps
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.other_names import OF_LOADERS, answering
-from cachetool.loaders.ranks import given, launched
+from cachetool.loaders.ranks import given, launched, on_node
 from cachetool.loaders.ring.memory import MOST_KEPT
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.selection import WhereOption, parse_where
@@ -72,7 +72,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     if isinstance(cache_or_paths, CacheDir):
         cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
     root, paths = located(cache_or_paths, values["dataset"])
-    if values["min_samples"] is None:
+    values["min_each"] = values["min_samples"] is None
+    if values["min_each"]:
         may_be_few = values["split"] == "validation" or values["where"] is not None
         values["min_samples"] = 1 if may_be_few else values["batch_size"]
     values |= {
@@ -82,6 +83,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         "shuffle": SHUFFLES[values["shuffle"]],
         "rank": 0,
         "world_size": 1,
+        "node": (0, 1),
     }
     settings = Settings(**{name: values[name] for name in Settings.__dataclass_fields__})
     return settings, values["steps"], values["workers"]
@@ -198,7 +200,6 @@ class BaseLoader(Closing, ABC, Generic[T]):
         concurrent: bool = False,
     ) -> None:
         self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
-        self._least_given = min_samples is not None
         self._given = given(rank, world_size)
         self._here: tuple[int, Settings] | None = None  # a pid, and the settings with the place of that process
         self._fed_with: Settings | None = None
@@ -299,7 +300,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         ``concurrent`` go on.
 
         Its snapshot is the one taken once all batches of the epoch before were made and half of them delivered; the
-        newest after :meth:`refresh`, ``hold`` seconds after that epoch, and for the first one.
+        newest after :meth:`refresh`, ``hold`` seconds after that epoch, for the first one, with ``workers=0``, and with
+        ``split="validation"``.
         """
         return self.begin()
 
@@ -417,7 +419,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         progress = None if epoch is None or epoch.over or epoch.replaced else epoch.progress
         if progress is not None and progress.feed.pid != os.getpid():  # a fork may be another rank
             steps = progress.begun.steps
-            progress = progress if (steps.rank, steps.world_size) == self._world() else None
+            here = self._placed()
+            progress = progress if (steps.rank, steps.world_size) in ((here.rank, here.world_size), here.node) else None
         if progress is None and (progress := self._untouched(None)) is not None and not progress.kept:
             progress.feed.left(progress.begun.generation)  # still nobody has its iterator
         if progress is not None:
@@ -441,8 +444,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         run = self._settings.run or launched_run() or self._shared_run()
         if world_size > 1 and run is None:
             raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
-        least = self._settings.min_samples * (1 if self._least_given else world_size)
-        settings = replace(self._settings, rank=rank, world_size=world_size, run=run, min_samples=least)
+        node = self._given or on_node(world_size)
+        settings = replace(self._settings, rank=rank, world_size=world_size, node=node, run=run)
         self._here = os.getpid(), settings
         return settings
 

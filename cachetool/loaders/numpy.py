@@ -37,7 +37,8 @@ class Loader(BaseLoader[dict[str, Any]]):
       resumed.
     - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``, looked up when an epoch or its length is asked
       for, since trainers start their ranks once they have the loader): all take the same number of steps, no sample
-      goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
+      goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment). By default
+      a cache that holds one node's share of its source is divided by the ranks of that node alone.
     - ``workers=0``: ``next()`` makes the batch instead. ``prefetch``: batches that each feeder keeps ready, one
       that is in use among them, at least 2 and at most 8,192. Default: 96 MiB of them shared by the feeders, at least
       12 MiB and 2, at most 128; twice as many, up to four times, when ``next()`` waits again and again although all
@@ -50,7 +51,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``min_samples`` (default ``world_size`` x ``batch_size``, with ``split="validation"`` or ``where`` ``world_size``)
       are waited for up to ``wait`` seconds.
     - The next epoch's snapshot is taken when all batches of this one are made and half of them delivered; none is taken
-      after ``epochs`` epochs. :meth:`refresh` discards it. It is given up ``hold`` seconds after the end of this one.
+      after ``epochs`` epochs, nor with ``split="validation"``. :meth:`refresh` discards it. It is given up ``hold``
+      seconds after the end of this one.
     - ``verify``: the feeders compare every value with the checksum it was written with.
     - ``concurrent``: an iterator that is not at its end goes on when the loader is iterated again, which then takes
       feeders of its own; else it ends with an error. Threads then have an epoch each, too.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
 from cachetool.core.errors import UsageError
+from cachetool.core.options import unknown_option
 from cachetool.core.text import shown
 
 __all__ = ["OF_DATASETS", "OF_LOADERS", "answering"]
@@ -44,14 +46,20 @@ OF_DATASETS: Mapping[str, str] = {
 def answering(
     names: Mapping[str, str],
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor answer to arguments of others, by ``names``, with an :class:`UsageError` of one line."""
+    """Let a constructor answer to arguments of others, by ``names``, and to misspelt ones with an :class:`UsageError`
+    of one line."""
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        own = inspect.signature(init).parameters
+
         @functools.wraps(init)
         def checked(*args: P.args, **options: P.kwargs) -> None:
             for name, value in options.items():
                 if name in names:
                     raise UsageError(f"{name}={shown(value)} is no argument here: {names[name]}")
+                if name not in own:
+                    parameters = inspect.signature(type(args[0])).parameters.values()
+                    raise unknown_option(name, [one.name for one in parameters if one.kind is one.KEYWORD_ONLY])
             init(*args, **options)
 
         return checked

@@ -12,6 +12,7 @@ from cachetool.core import ranges
 from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
+from cachetool.loaders.ranks import require_node
 from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "Value", "Where", "rows", "where_dict"]
@@ -40,10 +41,14 @@ class Settings:
     drop_last: bool = False
     rank: int = 0
     world_size: int = 1
+    node: tuple[int, int] | None = (0, 1)
+    """Rank and world size among the processes of this node; None: not known."""
     split: str | None = None
     validation: float = SHARE
     where: Where | None = None
     min_samples: int = 1
+    min_each: bool = False
+    """Whether ``min_samples`` is for each rank."""
     wait: float = 600.0
     hold: float = 60.0
     epochs: int | None = None
@@ -53,6 +58,12 @@ class Settings:
     transform_each: str = "sample"
     """What ``transform`` is called with: a sample or a batch."""
 
+    def place(self, view: View | None) -> tuple[int, int]:
+        """Rank and world size that divide the samples of ``view``. Other nodes have what a cache that draws parts of
+        its source has not, so only the ranks of its own node divide it. Raises :class:`UsageError` if nobody knows
+        those."""
+        return (self.rank, self.world_size) if view is None or not view.in_parts else require_node(self.node)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -60,10 +71,11 @@ class Settings:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         """What :meth:`to_json` gave."""
-        fields, where = value["fields"], value["where"]
+        fields, where, node = value["fields"], value["where"], value["node"]
         tuples = {
             "fields": None if fields is None else tuple(fields),
             "paths": tuple(value["paths"]),
+            "node": None if node is None else tuple(node),
             "where": None if where is None else tuple((name, tuple(values)) for name, values in where),
         }
         return cls(**{**value, **tuples})
@@ -94,8 +106,7 @@ class EpochPlan:
         return Steps(
             self.samples,
             settings.batch_size,
-            settings.rank,
-            settings.world_size,
+            *settings.place(self.view),
             settings.drop_last,
             self.position,
         )
@@ -125,6 +136,7 @@ class EpochPlan:
             value["view"] = {"version": view.version}
             if view is not sent:
                 value["view"] |= {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
+                value["view"]["in_parts"] = view.in_parts
         return value
 
     @classmethod
@@ -135,7 +147,8 @@ class EpochPlan:
         if described is None or "parts" not in described:
             return cls(**value, view=None if described is None else sent)
         schema, parts = Schema.from_json(described["schema"]), tuple(ShardFile(*row) for row in described["parts"])
-        return cls(**value, view=View(described["version"], described["dataset"], schema, parts))
+        view = View(described["version"], described["dataset"], schema, parts, described["in_parts"])
+        return cls(**value, view=view)
 
 
 @dataclass(frozen=True, slots=True)

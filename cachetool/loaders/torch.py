@@ -49,7 +49,7 @@ from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import Int64s, decode, encode, order, parse_epoch, share
 from cachetool.loaders.other_names import OF_DATASETS, answering
-from cachetool.loaders.ranks import given
+from cachetool.loaders.ranks import given, on_node, require_node
 from cachetool.loaders.read.gather import Parts, Places, gather
 from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.read.mapped import MappedParts
@@ -68,7 +68,16 @@ from cachetool.loaders.snapshots.resume import (
 )
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_loader import Loader
-from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, initialised, world
+from cachetool.loaders.torch_values import (
+    Sample,
+    Samples,
+    TensorList,
+    empty_tensors,
+    finished,
+    initialised,
+    least,
+    world,
+)
 from cachetool.proc.disk import parse_location
 
 __all__ = [
@@ -285,7 +294,9 @@ class EpochSampler(Sampler[int]):
     through the samples oldest first. With several processes (``rank`` of ``world_size``; default: those of
     torch.distributed or of the launcher's environment) all use the same snapshot, so the dataset needs its ``run``, and
     no two read the same sample; ``drop_last`` leaves out the remainder, at most ``world_size - 1`` samples, another one
-    every epoch, so that all take the same number of steps. Without it some ranks may take one step more.
+    every epoch, so that all take the same number of steps. Without it some ranks may take one step more. By default
+    only the ranks of its node divide a cache that holds one node's share of its source, and the ranks of all nodes
+    agree on the least number of samples.
 
     torchdata's StatefulDataLoader goes on in the middle of an epoch, with the samples it had, although the cache has
     grown since: the iterator has a state of its own.
@@ -313,7 +324,12 @@ class EpochSampler(Sampler[int]):
         self._dataset = dataset
         self._shuffle, self._drop_last = parse_flag(shuffle, what="shuffle="), parse_flag(drop_last, what="drop_last=")
         self._seed = parse_whole(seed, what="seed=")
-        self.rank, self.world_size = given(rank, world_size) or world()
+        place = given(rank, world_size)
+        self.rank, self.world_size = place or world()
+        self._agrees = place is None and self.world_size > 1 and initialised() and dataset._views.plain().in_parts
+        """Whether the ranks of other nodes have other caches, and must take as many steps."""
+        if place is None and dataset._views.plain().in_parts:
+            self.rank, self.world_size = require_node(on_node(self.world_size))
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins."""
         if self.world_size > 1 and getattr(dataset, "run", None) is None:
@@ -386,17 +402,24 @@ class _EpochIndices(Iterator[int]):
         self, resume: Resume, epoch: int, base: int, where: Callable[[Int64s], Int64s] | None
     ) -> Iterator[int]:
         sampler = self._sampler
+        ranks: dict[str, Any] = {
+            "rank": sampler.rank,
+            "world_size": sampler.world_size,
+            "drop_last": sampler._drop_last,
+        }
+        count = share(resume.samples - resume.position, **ranks)
+        if sampler._agrees:
+            (count,) = least(count)
         blocks = order(
             resume.samples,
             shuffle=sampler._shuffle,
             seed=sampler._seed,
             epoch=epoch,
-            rank=sampler.rank,
-            world_size=sampler.world_size,
-            drop_last=sampler._drop_last,
             position=resume.position,
+            **ranks,
         )
         for block in blocks:
+            block, count = block[:count], count - len(block[:count])
             for index in (block if where is None else where(block)).tolist():
                 yield base + index
         if sampler.rank == 0:

@@ -15,7 +15,7 @@ from cachetool.loaders.loader import BaseLoader, CacheOrPaths
 from cachetool.loaders.ranks import launched
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
-from cachetool.loaders.torch_values import finished, initialised, shared_run, world
+from cachetool.loaders.torch_values import finished, initialised, least, shared_run, world
 
 __all__ = ["Loader"]
 
@@ -30,7 +30,8 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     Without ``rank`` and ``world_size`` those of torch.distributed are taken, if it is initialised when an epoch or its
     length is first asked for. All ranks then agree by one ``all_reduce`` for each epoch on the least number of steps
-    that any of them can take, unless ``steps`` says how many. With ``agree`` they do so as well where ``rank`` and
+    that any of them can take, unless ``steps`` says how many; a cache that holds one node's share of its source is
+    divided by the ranks of that node alone. With ``agree`` they do so as well where ``rank`` and
     ``world_size`` are given: where each node has a cache of its own, which only the ranks of that node divide. Raises
     :class:`UsageError` for what no loader can be made of; the first epoch raises it for ``agree`` where
     torch.distributed is not initialised.
@@ -68,9 +69,7 @@ class Loader(BaseLoader[dict[str, Any]]):
     def _agreed(self, steps: int) -> int:
         if not self._collective or self._fixed_steps or distributed.get_world_size() == 1:
             return steps
-        least = _numbers(steps, self._last, -self._last)
-        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
-        steps, first, last = least.tolist()
+        steps, first, last = least(steps, self._last, -self._last)
         if first != -last:
             raise UsageError(
                 f"the ranks begin epochs {first} to {-last}, where samples would be read twice; all of them must leave"
@@ -101,9 +100,3 @@ def _signature() -> inspect.Signature:
 
 
 Loader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
-def _numbers(*values: int) -> torch.Tensor:
-    """Numbers where this job's processes can exchange them."""
-    where = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    return torch.tensor(values, dtype=torch.int64, device=where)

@@ -126,6 +126,15 @@ def world() -> tuple[int, int]:
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialised() else launched()
 
 
+def least(*values: int) -> list[int]:
+    """Return the least of each of these numbers that any process of the job has; all of them call this."""
+    where = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    numbers = torch.tensor(values, dtype=torch.int64, device=where)
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN)
+    out: list[int] = numbers.tolist()
+    return out
+
+
 def shared_run() -> str | None:
     """Return a name of this job that all its processes get, from the key-value store of torch.distributed; None where
     that has none.

@@ -78,6 +78,8 @@ class View:
     dataset: str
     schema: Schema
     parts: tuple[ShardFile, ...]
+    in_parts: bool = False
+    """Whether its cache draws one node's share of a source."""
     starts: Int64s = field(init=False, repr=False, compare=False)
     """Number of the first sample of each part, and behind them the number of samples: (parts + 1,)."""
 
@@ -96,7 +98,7 @@ class View:
             for id, format, samples, content, digest in columns
         )
         with snapshot.understood():
-            return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
+            return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts, snapshot.in_parts)
 
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:

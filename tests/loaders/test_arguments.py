@@ -78,6 +78,7 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"transform": 3}, "transform=3 cannot be used: a function"),
         ({"drop_last": "no"}, "drop_last='no' cannot be used: True or False"),
         ({"fields": 3}, "fields 3 cannot be used: the name of a field, or a list of names"),
+        ({"fields": {"number": 1}}, "fields {'number': 1} cannot be used: the name of a field, or a list of names"),
         ({"fields": []}, r"fields \[\] cannot be used: the name of a field"),
         ({"fields": ["x", "x"]}, "field 'x' is asked for twice; name it once"),
         ({"prefetch": 0}, "prefetch=0 cannot be used: 1 to 8192 batches"),
@@ -107,8 +108,18 @@ def test_as_many_batches_as_a_ring_has_room_for_are_ready_and_kept(cache: CacheD
 
 @pytest.mark.parametrize("made", [Loader, TorchLoader])
 def test_a_keyword_that_there_is_not_is_said_of_the_loader(made: Any, cache: CacheDir) -> None:
-    with pytest.raises(TypeError, match=r"^Loader\.__init__\(\) got an unexpected keyword argument 'colour'"):
+    for name, meant in (("batchsize", "batch_size"), ("filds", "fields"), ("dop_last", "drop_last")):
+        with pytest.raises(UsageError, match=f"^unknown option {name!r}; do you mean {meant}=[?]$"):
+            made(cache, batch_size=4, **{name: 2})
+    with pytest.raises(UsageError, match=r"^unknown option 'colour'; there are batch_size, fields, shuffle"):
         made(cache, batch_size=4, colour=2)
+
+
+def test_a_keyword_of_one_loader_alone_is_meant_there(cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match="do you mean device="):
+        TorchLoader(cache, batch_size=4, devise="cpu")
+    with pytest.raises(UsageError, match=r"^unknown option 'feilds'; do you mean fields="):
+        CacheDataset(cache, feilds=["number"])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("made", [Loader, TorchLoader])

@@ -73,6 +73,34 @@ def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
     assert epochs[0][1] < epochs[-1][1]
 
 
+def test_two_nodes_that_torchrun_starts_train_on_a_share_each(tmp_path: Path) -> None:
+    told = run(tmp_path, EXAMPLES / "torchrun_two_nodes.py", tmp_path / "work")
+
+    epochs = re.findall(r"epoch \d: (\d+) and (\d+) steps, (\d+) samples, accuracy (.+)", told)
+    assert len(epochs) == 4
+    assert all(first == second for first, second, _, _ in epochs)
+    assert 600 <= int(epochs[0][2]) <= int(epochs[-1][2]) <= 1797
+    assert float(epochs[0][3]) < float(epochs[-1][3])
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"bucket", "cache0", "cache1"}
+
+
+def test_the_job_of_slurm_and_that_of_kubernetes_can_be_read() -> None:
+    slurm, kubernetes = EXAMPLES / "slurm_pull_and_train.sbatch", EXAMPLES / "kubernetes_pull.yaml"
+    subprocess.run(["bash", "-n", slurm], check=True)
+    *_, job = pytest.importorskip("yaml").safe_load_all(kubernetes.read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    shell = container["command"][2]
+    subprocess.run(["sh", "-n", "-c", shell], check=True)
+    assert f"$JOB_COMPLETION_INDEX/{job['spec']['completions']}" in shell
+    options = (EXAMPLES.parent / "docs" / "options.md").read_text()
+    for text in (slurm.read_text(), shell):
+        pull = re.search(r"cachetool (pull (?:.*\\\n)*.*) &\n", text)
+        assert pull is not None
+        assert all(
+            f"`{option}" in options for option in set(re.findall(r"--[a-z-]+", pull[1])) - {"--cache", "--max-size"}
+        )
+
+
 NODES = """
 import json, os, sys
 from pathlib import Path

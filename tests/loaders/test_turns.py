@@ -6,10 +6,12 @@ import errno
 import sqlite3
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cachetool.cache import CacheDir, Snapshot
+from cachetool.cache import CacheDir, Snapshot, open_cache
 from cachetool.cache.history import Delivered
 from cachetool.core.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
@@ -17,7 +19,7 @@ from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import epochs as module
 from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from cachetool.loaders.snapshots.waiting import NotYet
-from tests.loaders.numbered import leases, put
+from tests.loaders.numbered import KEYED, leases, put
 
 DELIVERED = Delivered(1.0, 6, 0, 0.0)
 
@@ -349,3 +351,19 @@ def test_what_comes_before_half_of_an_epoch_is_in_the_next_one(workers: int, cac
                     put(cache, range(60 + 20 * epoch, 80 + 20 * epoch))
                 numbers += batch["number"].tolist()
             assert sorted(numbers) == list(range(60 + 20 * epoch))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_validation_reads_what_came_since_the_one_before(workers: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"workers": workers, "fields": ["number"], "split": "validation", "validation": 0.5}
+    sides: list[list[int]] = []
+    with open_cache(tmp_path / "keyed", max_size="20MB") as keyed:
+        put(keyed, range(60), schema=KEYED)
+        with Loader(keyed, batch_size=10, **options) as loader:
+            for epoch in range(4):
+                numbers = [int(number) for batch in loader for number in batch["number"]]
+                sides.append(sorted(numbers))
+                put(keyed, range(60 + 20 * epoch, 80 + 20 * epoch), schema=KEYED)
+
+    assert [len(side) for side in sides] == sorted({len(side) for side in sides})
+    assert all(side == [number for number in sides[-1] if number < 60 + 20 * at] for at, side in enumerate(sides))

@@ -100,9 +100,10 @@ def test_all_fields_stay_what_they_are_in_send_to_device(cell: Cell, ranks: int)
 
 @RANKS
 def test_an_epoch_left_with_break_and_a_second_loop_print_nothing(cell: Cell, ranks: int) -> None:
+    """Left after 4 batches of 16 samples of one rank, or 2 of 15 of each of two: the 144 samples are 9 or 5 steps."""
     trained = cell("accelerate_loop", "stop", ranks=ranks)
     passes = trained.passes()
-    assert passes[1][1:] == (64, 0)
+    assert passes[1] == (144, 64 if ranks == 1 else 60, 0)
     assert all((snapshot, 0) == (distinct, again) for snapshot, distinct, again in passes[:1] + passes[2:])
     assert trained.ranks[0]["left"] == 1
     assert trained.warnings == []

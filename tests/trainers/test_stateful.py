@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cachetool.core.errors import UsageError
 from cachetool.loaders.torch import CacheDataset
 from tests.trainers.conftest import Cell
 from tests.trainers.growing import FIRST, LAST, fill
@@ -64,5 +65,5 @@ def test_a_second_fit_trains_the_grown_cache(workers: str, cell: Cell) -> None:
 def test_a_cache_dataset_has_no_validation_split(tmp_path: Path) -> None:
     """A dataset of its own, or the ``Loader``, has validation samples."""
     cache = fill(tmp_path / "cache")
-    with pytest.raises(TypeError, match="split"):
+    with pytest.raises(UsageError, match=r"is no argument here: .* cachetool\.loaders\.torch\.Loader has"):
         CacheDataset(cache, split="train")  # type: ignore[call-arg]

@@ -302,7 +302,7 @@ def announced(
     if not len(steps):
         yield from chunks
         return
-    small = view.schema.fixed_nbytes * settings.world_size <= NEAR and all(
+    small = view.schema.fixed_nbytes * settings.place(view)[1] <= NEAR and all(
         field.kind == "fixed" or field.name == KEY for field in view.schema
     )
     # Of a small side of a split, most of what lies between its samples is nobody's.

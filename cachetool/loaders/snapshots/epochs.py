@@ -16,6 +16,9 @@ The states, by what is leased: the snapshot of the epoch being read, and the one
 
 Half delivered: else a short epoch, which the memory of the feeders holds whole, would be followed by one as old as its
 own beginning. ``begin`` takes the snapshot ahead if that is of the epoch it begins, else the newest.
+
+With ``split="validation"`` none is taken ahead: the loader is idle until the next validation, which is to see what
+arrives meanwhile, and batches made ahead for it would be stale or given up.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class EpochSnapshots:
         self._reading: _EpochSnapshot | None = None
         self._ahead: _EpochSnapshot | None = None
         self._awaited: set[str] = set()
-        """Events of the epoch being read that come before the next snapshot is taken."""
+        """Events of the epoch being read that come before the next snapshot is taken; none if it is not taken ahead."""
         self._until: float | None = None
         """When what is leased is given up; None while an epoch is read."""
         self._begun: _EpochSnapshot | None = None
@@ -94,7 +97,8 @@ class EpochSnapshots:
             self._publish(ahead.plan)
         self._drop_reading()
         self._reading = self._begun = ahead
-        self._ahead, self._until, self._awaited = None, None, {"made", "half"}
+        self._ahead, self._until = None, None
+        self._awaited = set() if self._settings.split == "validation" else {"made", "half"}
         return ahead.plan
 
     def prepare(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
@@ -136,7 +140,7 @@ class EpochSnapshots:
         if pace.batches < reading.plan.steps(self._settings).count:
             self._cut()
         self._reading, self._until = None, time.monotonic() + self._settings.hold
-        self._over.append((reading, pace if self._settings.rank == 0 else None))
+        self._over.append((reading, pace if reading.plan.steps(self._settings).rank == 0 else None))
         if self._ahead is None:
             self._publish(EpochPlan(self._next(), 0, None))
 
@@ -144,7 +148,7 @@ class EpochSnapshots:
     def has_unfinished(self) -> bool:
         """Whether :meth:`finish_epochs` has something to do. Of several ranks, one that begins an epoch late must find
         the lease of those that are through with it: theirs end when they begin the next."""
-        return bool(self._over) and self._settings.world_size == 1
+        return bool(self._over) and self._over[0][0].plan.steps(self._settings).world_size == 1
 
     def finish_epochs(self) -> None:
         """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
@@ -273,7 +277,8 @@ class EpochSnapshots:
 
     def _require(self, view: View, samples: int) -> None:
         try:
-            require(self._settings, samples, grows=bool(view.dataset))
+            world_size = self._settings.place(view)[1]
+            require(self._settings, samples, world_size=world_size, grows=bool(view.dataset))
         except NotYet as short:
             if short.less == "where=":
                 self._refuse_values(view)

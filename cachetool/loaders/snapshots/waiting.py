@@ -53,11 +53,12 @@ class NotYet(CacheToolError):
         self.less = less
 
 
-def require(settings: Settings, samples: int, *, grows: bool) -> None:
-    """Raise :class:`NotYet` when there are too few samples for an epoch; :class:`UsageError` where that never
-    ``grows``, as with plain files."""
-    need = max(settings.world_size, settings.min_samples) if grows else settings.world_size
-    global_batch = settings.world_size * settings.batch_size if settings.drop_last else 0
+def require(settings: Settings, samples: int, *, world_size: int, grows: bool) -> None:
+    """Raise :class:`NotYet` when there are too few samples for an epoch of ``world_size`` ranks; :class:`UsageError`
+    where that never ``grows``, as with plain files."""
+    least = settings.min_samples * (world_size if settings.min_each else 1)
+    need = max(world_size, least) if grows else world_size
+    global_batch = world_size * settings.batch_size if settings.drop_last else 0
     need = max(need, global_batch)
     if samples >= need:
         return

@@ -17,7 +17,8 @@ from tests.trainers.growing import BATCH, FIRST, FIXED, LAST, Record, fill, grow
 
 
 def engine(record: Record, folder: Path | None, *, model: Any = None, loader: Any = None) -> Engine:
-    """A trainer that records what its steps saw; in each epoch samples come to the cache in ``folder``."""
+    """A trainer that records what its steps saw; behind the second step of each epoch samples come to the cache in
+    ``folder``: in the first half, so that the next epoch has them."""
     model = torch.nn.Linear(4, 1) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -32,14 +33,13 @@ def engine(record: Record, folder: Path | None, *, model: Any = None, loader: An
 
     trainer = Engine(step)
     if folder is not None:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda trainer: grown(trainer, folder))
+        begun = [0]  # iterations before this epoch: ignite counts them over all epochs
+        trainer.add_event_handler(Events.EPOCH_STARTED, lambda trainer: begun.append(trainer.state.iteration))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda trainer: grow(folder) if trainer.state.iteration == begun[-1] + 2 else None,
+        )
     return trainer
-
-
-def grown(trainer: Engine, cache: Path) -> None:
-    """Samples come in the middle of an epoch."""
-    if trainer.state.iteration % trainer.state.epoch_length == 2:
-        grow(cache)
 
 
 def whole_passes(trainer: Engine, loader: Loader) -> None:
@@ -47,7 +47,7 @@ def whole_passes(trainer: Engine, loader: Loader) -> None:
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def next_pass(trainer: Engine) -> None:
-        trainer.set_data(loader)  # begins the next pass, on the newest snapshot
+        trainer.set_data(loader)  # begins the next pass
         trainer.state.epoch_length = len(loader)  # of that pass
 
 

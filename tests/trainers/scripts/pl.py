@@ -338,7 +338,7 @@ def case_fail_01() -> None:
 
 
 def case_fail_02() -> None:
-    """The second fault of the issue: another process pulls between two epochs."""
+    """The second fault of the issue: another process pulls between two epochs, after which the loader is refreshed."""
     source = FOLDER / "source"
     source.mkdir()
 
@@ -352,6 +352,7 @@ def case_fail_02() -> None:
         def on_train_epoch_end(self) -> None:
             if self.current_epoch == 0:
                 pull(60, 120, "--refresh")
+                loaded.refresh()
 
     pull(0, 60, "--max-size", "20MB")
     with Loader(FOLDER / "pulled", batch_size=7, workers=1, seed=0, fields=["id", "x"]) as loaded:
