@@ -1,9 +1,11 @@
-"""What :mod:`scale` takes for granted, measured on two nodes of Ray on this machine: ``scale.py FOLDER --measure``."""
+"""What :mod:`scale` takes for granted, measured on this machine: ``scale.py FOLDER --measure``."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -11,30 +13,36 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from cachetool.cache import CacheDir, Facts, Origin, SourceRow, draws, open_cache
+from cachetool.cache import Facts, Origin, SourceRow, draws, open_cache
+from cachetool.cache.draws import Part
 from cachetool.core.block import Block
+from cachetool.core.names import Id
+from cachetool.core.nodes import Node
+from cachetool.core.progress import Progress
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.pull.job import PullResult
+from cachetool.pull.options import PullOptions
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import write_listing
-from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object
 
 KEYS = 100_000
 COMMITS = 15
 CLAIMS = 50
-"""Of each thread that asks."""
-ASKING = 64
+MANY = 1000
+DRAWING = 90.0
+"""Seconds that a node of these draws."""
 SLOW = 0.05
 """Seconds that the store of the pull waits before it answers."""
 OBJECT = 16 * 1024
@@ -62,13 +70,6 @@ def commits(folder: Path) -> float:
                 staging.commit(facts, origin=Origin())
             times.append(time.perf_counter() - began)
     return statistics.median(times)
-
-
-def key_bytes(folder: Path) -> float:
-    """Bytes of a listing for each object, where a key is about 30 characters."""
-    pages = [[Object(f"train/images/{n // 1000:06d}/{n:012d}.jpg", 131072, f"{n:032x}") for n in range(KEYS)]]
-    write_listing(folder / "listing", pages, stem=Stem("first"), url="s3://bucket/")
-    return sum(path.stat().st_size for path in (folder / "listing").iterdir()) / KEYS
 
 
 class _Slow(BaseHTTPRequestHandler):
@@ -114,7 +115,9 @@ def slow_store() -> Iterator[str]:
 @contextmanager
 def two_nodes() -> Iterator[str]:
     """The address of a cluster of two nodes, ``a`` and ``b``."""
+    here = Path(__file__).parent
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"node_name": "a", "num_cpus": 1})
@@ -145,136 +148,157 @@ def pulled(address: str, folder: Path) -> float:
     return (MORE - FEWER) / (times[1] - times[0])
 
 
-def claims(address: str, folder: Path) -> tuple[float, float, float, float]:
-    """What the coordinator takes for one answer, and to write down all that were given at once; what a claim waits for
-    both of its answers when nothing else is asked, in seconds; and the bytes of the catalog for a claim."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from cachetool.cluster.engine import connect
-
-    root, listing, objects = folder / "whole", folder / "whole.listing", folder / "objects"
-    objects.mkdir()
-    write_listing(listing, [[Object(f"{n:012d}.bin", 1) for n in range(KEYS)]], stem=Stem("first"), url=str(objects))
-    row = SourceRow("s" * 16, str(objects), {}, "i", "default", KEYS, KEYS, 0, 0, 0)
-    with open_cache(root, max_size="200MB") as cache:
+def locked(folder: Path) -> float:
+    """Seconds, median, that a shard of a source in parts has the lock of its catalog: its claim, and its end."""
+    listing, row = folder / "locked.listing", SourceRow(Id("5" * 16), "/none", {}, "i", "default", KEYS, KEYS, 0, 0, 0)
+    write_listing(listing, [[Object(f"{n:012d}.bin", 1) for n in range(KEYS)]], stem=Stem("first"), url="/none")
+    parts = tuple(Part(part, 0, KEYS // 1600) for part in range(16))
+    times = []
+    with open_cache(folder / "locked", max_size="200MB") as cache:
         cache.declare("default", Schema((Field("bin", "bytes"),)))
-        cache.add_source(row, listing)
-        holder = cache.holder
+        cache.add_source(replace(row, cut=1600, parts=parts), listing, new=True)
         with cache.catalog.write() as connection:
-            holder.register(connection)
-            job, _ = draws.open_job(connection, row.id, holder=holder.id, wanted=None, seed=None)
-        before = pages_used(cache)
-        arguments = {
-            "root": str(root),
-            "url": str(objects),
-            "options": SourceOptions().to_json(),
-            "job": job,
-            "source": row.id,
-            "holder": holder.id,
-            "most": 20,
-            "follow": False,
-        }
-        with connect(address) as engine:
-            server = engine.serve("cachetool.cluster.coordinator:Coordinator", arguments)
-            asking = ray.remote(_ask)
-            ray.get(asking.remote(server, "warm", 5))
-            tasks = [
-                asking.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
-                for node in engine.nodes()
-            ]
-            wait = statistics.median(ray.get(tasks[0].remote(server, "alone", CLAIMS)))
+            cache.holder.register(connection)
+            job, _ = draws.open_job(connection, row.id, holder=cache.holder.id, wanted=None, seed=None)
+        for _ in range(CLAIMS):
             began = time.perf_counter()
-            threads = ASKING // len(tasks)
-            ray.get([task.remote(server, f"n{number}", CLAIMS, threads) for number, task in enumerate(tasks)])
-            made = CLAIMS * threads * len(tasks)
-            each = (time.perf_counter() - began) / (2 * made)
-        record = (pages_used(cache) - before) / (made + CLAIMS + 5)
-    # each = answer + write / ASKING, and of one that asks alone: wait / 2 = answer + write
-    answer = max(0.0, (ASKING * each - wait / 2) / (ASKING - 1))
-    return answer, wait / 2 - answer, wait, record
+            with cache.catalog.write() as connection:
+                claim = draws.claim(connection, job, holder=cache.holder.id, most=10)
+            assert claim is not None
+            with cache.catalog.write() as connection:
+                draws.finish(connection, job, claim, claim.stop, samples=10, skipped=0)
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
-def pages_used(cache: CacheDir) -> int:
-    """Bytes of a catalog that hold anything."""
-    with cache.catalog.read() as connection:
-        pages = connection.execute("PRAGMA page_count").fetchone()[0]
-        free = connection.execute("PRAGMA freelist_count").fetchone()[0]
-    return 4096 * int(pages - free)
+class _Many:
+    """The agents of many nodes in one actor, whose caches are empty and whose pulls take a while."""
+
+    def __init__(self, drawing: float) -> None:
+        self._said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._drawn: dict[str, dict[str, Any]] = {}
+        self._drawing, self._news = drawing, asyncio.Condition()
+
+    async def begin(self, name: str, number: int, target: str, arguments: dict[str, Any], _: str) -> None:
+        """Answer a task, in time."""
+        if target.endswith(":look"):
+            place = ["", 0, 0, arguments["root"]]
+            found = {"cap": 10**12, "format": None, "place": place, "identity": None, "source": None}
+            await self._say(name, number, {"result": found | self._drawn.get(name, {})})
+            return
+        result = PullResult("/none", "default", "lmdb", 0, 10, 0, (), 10, 10, 1, 0, 1.0, True, "source at its end")
+        asyncio.get_running_loop().create_task(
+            self._draw(name, number, arguments["seconds"], arguments["options"]["part"], asdict(result))
+        )
+
+    async def _draw(self, name: str, number: int, seconds: float, part: str, result: dict[str, Any]) -> None:
+        until = time.monotonic() + self._drawing
+        await asyncio.sleep(seconds * random.random())
+        while time.monotonic() < until:
+            await self._say(name, number, {"message": asdict(Progress("pull", 5, 10))})
+            await asyncio.sleep(seconds)
+        parts, cut = part.split("/")
+        own = tuple(Part(int(each), 1, 1) for each in parts.split(","))
+        row = SourceRow(Id("5" * 16), "/none", {}, "i", "default", 100, 100, 0, 0, 0, cut=int(cut), parts=own)
+        drawn = [[each.number, 1, 1] for each in own]
+        self._drawn[name] = {"source": row.to_json(), "segments": [], "parts": drawn, "identity": name}
+        await self._say(name, number, {"result": {"result": result, "full": ""}})
+
+    async def _say(self, name: str, number: int, value: dict[str, Any]) -> None:
+        async with self._news:
+            self._said.setdefault(name, []).append((number, value))
+            self._news.notify_all()
+
+    async def hear(self, name: str) -> list[tuple[int, dict[str, Any]]]:
+        """As that of an agent."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._said.get(name))
+            return self._said.pop(name)
+
+    async def place(self, name: str) -> str:
+        """As that of an agent, which puts no file there."""
+        return f"/{name}"
+
+    async def write(self, *_: Any) -> None:
+        """Nothing."""
+
+    async def end(self, *_: Any) -> None:
+        """Nothing."""
 
 
-def _ask(server: Any, node: str, count: int, threads: int = 1) -> list[float]:
-    """In a task: so many threads claim and report, one after another each; gives the seconds of each claim."""
+class _Agent:
+    """One of them, as the driver knows an agent."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *values: getattr(self._actor, method).remote(self._name, *values))
+
+
+def driver(address: str, folder: Path, nodes: int, drawing: float) -> tuple[float, float, float]:
+    """Seconds of a processor that a report takes the driver of so many nodes, the share of a processor that it takes
+    while they draw, and the seconds until all of them draw. All agents are one process."""
     import ray
 
-    ray.get(server.answer.remote(node, {"what": "enter", "cache": sum(node.encode()), "word": node}))
+    from cachetool.cluster import engine as engines
+    from cachetool.cluster import pull as pulls
 
-    def ask(thread: int) -> list[float]:
-        waits = []
-        for number in range(count):
-            began = time.perf_counter()
-            token = f"{node} {thread} {number}"
-            answer = ray.get(server.answer.remote(node, {"what": "claim", "token": token, "word": node}))
-            assert "claim" in answer, answer
-            claim = answer["claim"]
-            message = {
-                "what": "finish",
-                "claim": claim,
-                "token": token,
-                "upto": claim["stop"],
-                "ranges": [[claim["start"], claim["stop"]]],
-                "draws": claim["stop"] - claim["start"],
-                "skipped": 0,
-                "vanished": 0,
-                "fetched": 10**6,
-                "shard": f"{node}-{thread}-{number:012d}",
-                "samples": claim["stop"] - claim["start"],
-            }
-            answer = ray.get(server.answer.remote(node, message))
-            assert "error" not in answer, answer
-            waits.append(time.perf_counter() - began)
-        return waits
+    (folder / "numbers").mkdir()
+    for number in range(100):
+        np.save(folder / "numbers" / f"{number}.npy", np.zeros(4))
+    found: dict[str, float] = {}
+    with engines.connect(address) as engine:
+        actor = ray.remote(_Many).options(num_cpus=0, max_concurrency=4 * nodes).remote(drawing)
+        hosts = [Node(f"id{number}", f"n{number:04d}", "127.0.0.1") for number in range(nodes)]
+        for host in hosts:
+            engine._lines[host.id] = engines._Line(host, _Agent(actor, host.name))
+        engine.nodes = lambda *, strict=True: hosts  # type: ignore[method-assign]
+        began = time.monotonic()
 
-    with ThreadPoolExecutor(threads) as pool:
-        return [wait for waits in pool.map(ask, range(threads)) for wait in waits]
+        def report(progress: Progress) -> None:
+            if progress.phase == "pull" and "cpu" not in found:
+                found["start"], found["cpu"], found["at"] = (
+                    time.monotonic() - began,
+                    time.process_time(),
+                    time.monotonic(),
+                )
+            found["last"], found["spent"] = time.monotonic(), time.process_time()
+
+        connect = engines.connect
+        engines.connect = lambda address, notify=None: nullcontext(engine)  # type: ignore[assignment]
+        try:
+            pulls.pull_over(folder / "{node}", str(folder / "numbers"), PullOptions(all=True), report=report)
+        finally:
+            engines.connect = connect
+            engine._lines.clear()
+    busy = (found["spent"] - found["cpu"]) / (found["last"] - found["at"])
+    return busy / min(50, 5 * nodes), busy, found["start"]
 
 
 def measured(world: Any, folder: Path | None) -> dict[str, list[dict[str, Any]]]:
     """All of it, beside what the model assumes or says."""
-    from scale import queue  # beside this script
-
     with tempfile.TemporaryDirectory(dir=folder) as name, two_nodes() as address:
         place = Path(name)
-        answer, write, wait, record = claims(address, place)
-        commit, key = commits(place), key_bytes(place)
+        report, busy, start = driver(address, place, MANY, DRAWING)
+        commit, lock = commits(place), locked(place)
         rate = pulled(address, place)
     here = replace(
-        world,
-        samples=MORE,
-        sample_bytes=OBJECT,
-        nodes=2,
-        workers=1,
-        requests=REQUESTS,
-        latency=SLOW,
-        spread=0.0,
-        shard_bytes=SHARD,
-        answer=answer,
-        write=write,
-        commit=commit,
-    )
-    said = queue(here, 2000)["rate"] * here.per_claim
+        world, samples=MORE, sample_bytes=OBJECT, nodes=2, workers=1, requests=REQUESTS, latency=SLOW, spread=0.0,
+        shard_bytes=SHARD, commit=commit,
+    )  # fmt: skip
+    said = here.all_workers * here.per_claim / here.shard_seconds
     rows = [
-        ("coordinator: an answer, ms", 1000 * world.answer, 1000 * answer),
-        ("coordinator: to write down those of a moment, ms", 1000 * world.write, 1000 * write),
-        ("coordinator: claims a second, of 64 that ask", world.most_claims, here.most_claims),
-        ("a claim waits for both answers, nobody else asks, ms", 2000 * (world.write + world.answer), 1000 * wait),
-        ("coordinator: bytes of its catalog for a claim", world.record, record),
+        (f"driver of {MANY} nodes: busy, %", 100 * world.reports * world.report, 100 * busy),
+        (f"driver of {MANY} nodes: a report, ms", 1000 * world.report, 1000 * report),
+        (f"driver of {MANY} nodes: seconds until all draw", None, start),
+        ("catalog of a node: lock for a shard, ms", 1000 * world.lock, 1000 * lock),
         ("commit of a shard of 1 MB, ms", 1000 * world.commit, 1000 * commit),
-        ("listing: bytes an object", world.key, key),
         ("pull of two nodes from a store of 50 ms, samples/s", said, rate),
     ]
     return {
         "measured": [
-            {"what": what, "model": round(model, 1), "two nodes here": round(found, 1)} for what, model, found in rows
+            {"what": what, "model": None if model is None else round(model, 1), "here": round(found, 1)}
+            for what, model, found in rows
         ]
     }

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from benchmarks.__main__ import SUITES, main
 from benchmarks.awake import awake
 from benchmarks.plot import drawn_column, picture
-from benchmarks.scale import World, queue, think
+from benchmarks.scale import World, pulling
 from benchmarks.tables import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +38,7 @@ TINY = {
     "pull": ["--cases", "small", "--scale", "0.001", "--rounds", "1", "--workers", "1"],
     "gather": ["--cases", "3KiB", "--formats", "lmdb", "--scale", "0.01", "--rounds", "1"],
     "scale": ["--shards", "20"],
-    "nodes": ["--claims", "2000", "--nodes", "2,100"],
+    "nodes": ["--nodes", "2,100"],
 }
 PEERS = {"convert": ("nobody", "what"), "pull": ("nobody", "tool")}
 """Of these a peer is asked for that is not there: its name, and the column that has it."""
@@ -90,30 +89,13 @@ def test_a_suite_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
         main(["run", "--suite", "gather", "--folder", str(tmp_path), "--peers", "all"])
 
 
-def worked(world: World) -> float:
-    """The mean think time."""
-    return float(think(world, np.random.default_rng(0), 20_000).mean())
-
-
-def test_who_asks_the_coordinator_alone_waits_for_its_own_two_answers() -> None:
-    world = World(nodes=1, workers=1)
-    found = queue(world, 1000)
-
-    assert found["p99"] == pytest.approx(2 * (world.write + world.answer))
-    assert found["rate"] == pytest.approx(1 / (worked(world) + found["median"]), rel=0.02)
-
-
 @pytest.mark.parametrize("nodes", [5, 40, 2000])
-def test_all_workers_of_the_model_are_at_work_or_wait_and_the_coordinator_gives_what_it_can(nodes: int) -> None:
-    """Little's law."""
-    world = World(nodes=nodes, answer=0.003, write=0.02)
-    found = queue(world, 20_000)
-
-    assert found["rate"] * (worked(world) + found["median"]) == pytest.approx(world.customers, rel=0.05)
-    assert found["rate"] < 1.01 * world.most_claims
-    if nodes == 2000:
-        assert found["rate"] == pytest.approx(world.most_claims, rel=0.02)
-        assert found["busy"] == pytest.approx(1.0)
+def test_nodes_of_the_model_bring_as_much_as_the_tightest_bound_lets_them(nodes: int) -> None:
+    (row,) = pulling(World(nodes=nodes), [nodes])
+    world = World(nodes=nodes)
+    each = world.per_claim * world.sample_bytes / (max(world.bounds().values()) + world.commit)
+    assert row["GB/s"] == pytest.approx(each * nodes * world.workers / 1e9, rel=0.01, abs=0.01)
+    assert row["bound by"] == ("store" if nodes == 2000 else "CPU")
 
 
 def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:
