@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -96,6 +97,8 @@ def runs_on_cluster(on: str, cache: str | Path | None, **only: object) -> bool:
     :class:`UsageError` for what goes with neither."""
     parse_choice(on, ("local", "ray"), what="--on")
     if on == "ray":
+        if re.search(r"[{}]", str(cache).replace(PLACE, "")):
+            raise UsageError(f"cache {cache} has braces that are not those of {PLACE}; name the folder of each node so")
         return True
     for name, value in only.items():
         if value is not None:

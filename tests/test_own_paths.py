@@ -25,7 +25,7 @@ import cachetool
 from cachetool.cache import open_cache
 from cachetool.cli.stats import _plain_file
 from cachetool.cluster.agent import Agent
-from cachetool.cluster.crew import Crew
+from cachetool.cluster.pull import _Pull
 from cachetool.conversion import to_files as export
 from cachetool.core.errors import CatalogError, CorruptError, Interrupted, UsageError
 from cachetool.core.names import Name
@@ -63,6 +63,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli.output": {"open w": "/dev/null"},
     "formats.hdf5": {"h5py.File w": "into memory"},
     "pull.shared_listing": {"chmod": "of a new folder that nobody else may enter yet"},
+    "cluster.pull": {"os.rename": "a segment into a listing, in its own scratch folder"},
     "sources.file_opening": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
 }
 OS = {
@@ -710,7 +711,10 @@ def test_a_name_in_a_message_leads_nowhere(tmp_path: Path, name: Any, monkeypatc
             raise AssertionError("it was taken")
 
     with pytest.raises((CatalogError, AttributeError)):
-        Crew.fetch_listing(SimpleNamespace(engine=Engine()), SimpleNamespace(host=None, root=""), "s", place)  # type: ignore[arg-type]
+        _Pull._fetch(
+            SimpleNamespace(_engine=Engine(), _listing=place, _task=lambda *_: None),  # type: ignore[arg-type]
+            SimpleNamespace(host=None),  # type: ignore[arg-type]
+        )
     assert seen(tmp_path) == before
 
 

@@ -25,15 +25,17 @@ import cachetool
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws
 from cachetool.cache.draws import ClaimGone, Part, source_row
 from cachetool.cache.layout import Layout
-from cachetool.cache.own_parts import assign, reach, recut, release, take
+from cachetool.cache.own_parts import assign, is_same_share
 from cachetool.cache.rebuild import rebuild
+from cachetool.cache.stats import take_over
 from cachetool.check.own_files import contradiction
 from cachetool.core.errors import UsageError
 from cachetool.core.names import Id
 from cachetool.core.permutation import Permutation, SegmentedOrder, part_size
 from cachetool.formats import get_format
-from cachetool.pull.claims import Own
+from cachetool.pull.claims import Claims
 from cachetool.pull.options import PullOptions
+from cachetool.pull.prepare import source_id
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
 from cachetool.sources.order import PartOrder
 from cachetool.sources.registry import open_source
@@ -215,6 +217,11 @@ def new_source(cache: CacheDir, folder: Path, cut: int, parts: Iterable[int]) ->
     cache.add_source(row, folder, new=True)
 
 
+def redeal(cache: CacheDir, parts: Iterable[int], cut: int = 4) -> None:
+    """Draw these parts and no other from now on."""
+    assign(cache, SOURCE, cut, {part: part_size(UNITS, part, cut) for part in parts}, (), repart=True, beside=True)
+
+
 def begin(cache: CacheDir, **more: Any) -> str:
     """A new job."""
     with cache.catalog.write() as connection:
@@ -266,12 +273,13 @@ def test_a_rebuild_keeps_parts_and_their_shards_after_any_changes(
         for what, part in steps:
             row = cache.source(SOURCE)
             assert row is not None
-            if what == "take":
-                take(cache, SOURCE, {part: part_size(UNITS, part, row.cut)})
+            own = {part.number for part in row.parts}
+            if what == "take" and part < row.cut:
+                redeal(cache, own | {part}, row.cut)
             elif what == "release":
-                release(cache, SOURCE, [part])
+                redeal(cache, own - {part}, row.cut)
             elif what == "recut":
-                recut(cache, SOURCE, 5 - part, {0: part_size(UNITS, 0, 5 - part)}, ())
+                redeal(cache, [0], 5 - part)
             elif what == "pass":
                 with cache.catalog.write() as connection:
                     draws.begin_next_pass(connection, SOURCE)
@@ -280,7 +288,6 @@ def test_a_rebuild_keeps_parts_and_their_shards_after_any_changes(
                     commit(cache, job, claim)
                 else:
                     left.append(claim)
-            own = {part.number for part in row.parts}
             assert contradiction(cache.catalog, cache.layout) is None, (what, part, own)
         with cache.catalog.write() as connection:
             draws.give_back(connection, cache.holder.id, job)
@@ -310,7 +317,7 @@ def test_workers_claim_from_the_own_part_that_is_least_drawn(tmp_path: Path) -> 
         ]  # fmt: skip
 
 
-def test_a_position_asked_for_is_a_limit_of_each_part_and_can_be_raised(tmp_path: Path) -> None:
+def test_a_position_asked_for_is_a_limit_of_each_part(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 2])
         job = begin(cache, upto=10)  # 0 1 2 3 0 1 2 3 0 1
@@ -322,11 +329,9 @@ def test_a_position_asked_for_is_a_limit_of_each_part_and_can_be_raised(tmp_path
             draws.give_back(connection, cache.holder.id, job)
         shorter = [claimed(cache, other, most=9) for _ in range(3)]
         assert [(c.part, c.start, c.stop) for c in shorter if c] == [(1, 0, 2), (2, 0, 1)]
-        reach(cache, job, 12)
-        longer = [claimed(cache, job, most=9) for _ in range(5)]
-        assert [(c.part, c.start, c.stop) for c in longer if c] == [(2, 1, 2), (1, 2, 3), (2, 2, 3)]
-        reach(cache, job, 4)
-        assert cache.catalog.rows("SELECT upto FROM jobs WHERE id = ?", (job,))[0]["upto"] == 12
+        longer = begin(cache, upto=12)
+        rest = [claimed(cache, longer, most=9) for _ in range(5)]
+        assert [(c.part, c.start, c.stop) for c in rest if c] == [(2, 1, 2), (1, 2, 3), (2, 2, 3)]
 
 
 def test_a_claim_of_a_released_part_commits_nothing_though_the_part_comes_back(tmp_path: Path) -> None:
@@ -336,9 +341,9 @@ def test_a_claim_of_a_released_part_commits_nothing_though_the_part_comes_back(t
         job = begin(cache)
         old = claimed(cache, job)
         assert old is not None
-        release(cache, SOURCE, [1])
+        redeal(cache, [])
         assert claimed(cache, job) is None
-        take(cache, SOURCE, {1: 15})
+        redeal(cache, [1])
         new = claimed(cache, job)
         assert new is not None
         assert (new.part, new.start, new.stop) == (old.part, old.start, old.stop)
@@ -357,7 +362,7 @@ def test_a_released_part_leaves_with_its_shards_and_a_reader_keeps_them(tmp_path
             assert claim is not None
             commit(cache, job, claim)
         with cache.snapshot() as snapshot:
-            release(cache, SOURCE, [2])
+            redeal(cache, [1])
             assert len(snapshot.shards) == 4
             assert all(shard.path.exists() for shard in snapshot.shards)
             assert {row["part"] for row in cache.catalog.rows("SELECT part FROM shards WHERE state = 'ready'")} == {1}
@@ -378,7 +383,7 @@ def test_a_rebuild_leaves_out_what_is_left_of_a_part_that_was_released(tmp_path:
             assert claim is not None
             shards[claim.part] = commit(cache, job, claim)
         shutil.copytree(root / "shards" / shards[2], aside)
-        release(cache, SOURCE, [2])
+        redeal(cache, [1])
     (root / "catalog.sqlite3").unlink()
     shutil.move(aside, root / "shards" / shards[2])
     assert rebuild(Layout(root)).deleted == (shards[2],)
@@ -530,28 +535,91 @@ def test_parts_are_not_taken_from_a_pull_that_draws_them(folder: Path, tmp_path:
             draws.open_job(
                 connection, source["id"], holder=cache.holder.id, wanted=1, seed=None, room=Room(), next_pass=False
             )
-        with pytest.raises(UsageError, match="another pull draws other parts"):
-            assign(cache, source["id"], 2, {1: 50}, (), repart=False)
-        assign(cache, source["id"], 2, {1: 50}, (), repart=True)
+        for repart in (False, True):
+            with pytest.raises(UsageError, match="another pull draws other parts"):
+                assign(cache, source["id"], 2, {1: 50}, (), repart=repart)
+        assign(cache, source["id"], 2, {1: 50}, (), repart=True, beside=True)
         assert [part["part"] for part in cache.catalog.rows("SELECT part FROM parts")] == [1]
+
+
+def test_a_source_that_its_pull_took_back_meanwhile_has_no_parts(tmp_path: Path) -> None:
+    with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
+        new_source(cache, tmp_path / "listing", 4, [1])
+        with pytest.raises(UsageError, match="failed and took it back"):
+            assign(cache, "88" * 8, 2, {1: 50}, (), repart=False)
+
+
+def test_the_same_share_by_other_numbers_goes_on_with_those_of_the_cache(folder: Path, tmp_path: Path) -> None:
+    pulled(tmp_path / "cache", folder, samples=40, part="1/2")
+    before = keys_in(tmp_path / "cache")
+    for asked in ({"part": "1,3/4"}, {"part": "1/2", "parts": 64}):
+        result = pulled(tmp_path / "cache", folder, samples=40, **asked)
+        assert (result.samples, result.parts, result.cut) == (0, (1,), 2)
+    assert keys_in(tmp_path / "cache") == before
+    result = pulled(tmp_path / "cache", folder, samples=40, part="1,3/4", repart=True)
+    assert (result.released, result.samples, result.cut) == (20, 20, 4)
+    assert keys_in(tmp_path / "cache") == before
+
+
+@given(
+    shares=st.lists(
+        st.integers(1, 12).flatmap(lambda cut: st.tuples(st.just(cut), st.sets(st.integers(0, cut - 1)))),
+        min_size=2,
+        max_size=2,
+    )
+)
+def test_two_shares_are_the_same_when_they_have_the_same_units(shares: list[tuple[int, set[int]]]) -> None:
+    first, second = ({unit for unit in range(12 * 11) if unit % cut in parts} for cut, parts in shares)
+    assert is_same_share(*shares) == (first == second)
+
+
+def test_a_background_pull_of_another_share_than_one_that_draws_is_refused(folder: Path, tmp_path: Path) -> None:
+    with (
+        cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache,
+        cachetool.BackgroundPull(cache, folder, part="0/2") as first,
+    ):
+        until(lambda: first.progress().phase == "all is in the cache")
+        with pytest.raises(UsageError, match="another pull draws other parts"):
+            cachetool.BackgroundPull(cache, folder, part="1/2")
+        with cachetool.BackgroundPull(cache, folder, part="0,2/4") as same:
+            assert same.error is None
+
+
+def test_a_background_pull_that_waits_ends_when_the_other_turns_out_to_draw_another_share(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = PullOptions(part="1/2", follow=True)
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        with cache.catalog.write() as connection:  # a pull that lists the source
+            take_over(connection, source_id(str(folder), options), url="", dataset="default", holder=cache.holder)
+        with cachetool.BackgroundPull(cache, folder, part="1/2") as pull:
+            assert pull.error is None
+            cache.pull(folder, samples=10, part="0/2")
+            assert "another pull draws other parts" in until(lambda: pull.error)
+            assert "another pull draws other parts" in capfd.readouterr().err
+            with pytest.raises(UsageError):
+                pull.check()
 
 
 def test_a_cache_that_would_lose_samples_is_refused_and_with_repart_lets_them_go(folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "cache"
     pulled(root, folder, samples=40, part="0,1/4")
     before = keys_in(root)
-    for asked in ({"part": "0/4"}, {"part": "0,1/4", "parts": 8}, {"part": "0/1"}):
+    for asked in ({"part": "0/4"}, {"part": "0,1/8"}, {"part": "0,1/4", "parts": 6}, {"part": "0/1"}):
         with pytest.raises(UsageError, match=r"(?s)would lose \d+ samples? .*--repart"):
             pulled(root, folder, **asked)
         assert keys_in(root) == before
     result = pulled(root, folder, samples=40, part="0/4", repart=True)
-    assert (result.samples, result.parts) == (0, (0,))
+    assert (result.samples, result.parts, result.released) == (0, (0,), 10)
     half = keys_in(root)
     assert len(half) == 10
     assert half < before
     pulled(root, folder, samples=40, part="0,1/4")  # back, from its beginning
     assert keys_in(root) == before
-    pulled(root, folder, part="0/1", samples=40, repart=True)
+    said = run_command(
+        "pull", str(folder), "--part", "0/1", "--samples", "40", "--repart", "--cache", str(root), folder=tmp_path
+    ).stdout
+    assert "\nreleased 20 samples of other parts\n" in said
     pulled(tmp_path / "one", folder, samples=40)
     assert keys_in(root) == keys_in(tmp_path / "one")
 
@@ -589,7 +657,7 @@ def test_a_pull_goes_on_when_a_part_that_it_draws_is_released(folder: Path, tmp_
         with cache.catalog.write() as connection:
             cache.holder.register(connection)
             job, _ = draws.open_job(connection, row.id, holder=cache.holder.id, wanted=None, seed=None)
-        claims = Own(
+        claims = Claims(
             cache, lambda row: open_source(str(folder), cache.listing(row.id), units=row.units), job=job,
             source=row.id, most=6,
         )  # fmt: skip
@@ -602,7 +670,8 @@ def test_a_pull_goes_on_when_a_part_that_it_draws_is_released(folder: Path, tmp_
         coming: list[draws.Claim | None] = []
 
         def ahead() -> None:
-            release(cache, row.id, [claim.part])
+            rest = {part.number: part.size for part in row.parts if part.number != claim.part}
+            assign(cache, row.id, row.cut, rest, (), repart=True, beside=True)
             coming.append(claims.ahead())
 
         assert drawing.run(ahead) is None
@@ -678,7 +747,7 @@ def test_the_parts_of_a_node_are_those_that_are_its_number_modulo_the_nodes(
     [
         {"part": "3"}, {"part": "3/3"}, {"part": "-1/3"}, {"part": "0/0"}, {"part": "0,/2"}, {"part": "x/2"},
         {"part": "0/4", "parts": 3}, {"part": "0/1", "parts": 129}, {"part": "0/1", "parts": 10**9}, {"parts": 4},
-        {"repart": True}, {"part": 3}, {"listing": ""},
+        {"part": 3}, {"listing": ""},
     ],
 )  # fmt: skip
 def test_parts_that_cannot_be_are_refused(options: dict[str, Any]) -> None:

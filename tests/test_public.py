@@ -34,7 +34,7 @@ PUBLIC = {
     "cachetool.core.extents": "EXTENTS_FILE Extents FieldExtents",
     "cachetool.formats": "Format Reader Writer Written format_for format_names get_format",
     "cachetool.core.options": "Address Declared MinEpochs On OnError Option Options Policy RoomWait Workers choice"
-    " declared takes",
+    " declared takes unknown_option",
     "cachetool.sources.base": "Hurry Probe ReadResult Reading Skipped Source unhurried",
     "cachetool.sources.options": "ImageSize Pixels SourceOptions image_size",
     "cachetool.sources.registry": "check_place list_source open_source refuse_empty",

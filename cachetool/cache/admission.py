@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachetool.cache.catalog import Catalog, Connection, allowance
-from cachetool.cache.holders import Holder
+from cachetool.cache.holders import Holder, is_alive
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
@@ -150,7 +150,9 @@ def _reserve(
     ).fetchone()[0]
     endless, readers = room.wait == math.inf, leaseholders(connection)
     hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
-    evict = room.evict and not hopeless
+    # A trainer that was killed has no lease any more, and its pull may take seconds to end: in this transaction, since
+    # that lease is given back in another one, after its death.
+    evict = room.evict and not hopeless and (room.trainer is None or is_alive(connection, layout.holders, room.trainer))
     if evict:
         # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
         connection.execute(

@@ -11,8 +11,7 @@ holder while a worker is on it, none after that died or gave it back: then it is
 
 Pulls that are under way: what each may still draw, and how room is made for it.
 
-What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again. To the
-catalog of several nodes their shards are its own.
+What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again.
 
 Draws whose samples were committed and then damaged are open again, and are drawn before all others::
 
@@ -42,12 +41,10 @@ __all__ = [
     "ClaimGone",
     "Copies",
     "Job",
-    "OF_NODE",
     "Part",
     "Pass",
     "Reopened",
     "SourceRow",
-    "add_job",
     "add_source",
     "claim",
     "close_job",
@@ -57,6 +54,7 @@ __all__ = [
     "give_back",
     "idle",
     "job_row",
+    "known_source",
     "mark_tried",
     "begin_next_pass",
     "open_job",
@@ -71,10 +69,6 @@ __all__ = [
 
 Pass = tuple[int, int, tuple[int, ...]]
 """A pass: its number, its units and its segments."""
-
-
-OF_NODE = "over IS NOT NULL"
-"""A condition on ``jobs``: the job is one node's part of a pull over several nodes."""
 
 
 class ClaimGone(CatalogError):
@@ -180,6 +174,13 @@ def source_row(connection: Connection, source: str) -> SourceRow | None:
     return None if row is None else SourceRow.of(row, parts)
 
 
+def known_source(connection: Connection, source: str) -> SourceRow:
+    """The same, of one that a pull has seen. Raises :class:`UsageError` when it is gone since."""
+    if (row := source_row(connection, source)) is None:
+        raise UsageError("another pull of this source failed and took it back at this moment; run this again")
+    return row
+
+
 def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool = False) -> None:
     """Write a source, or what is new about a known one, with the bytes that its listing is charged.
     Raises :class:`UsageError` when it is to be ``new`` and is there, listed otherwise."""
@@ -251,32 +252,6 @@ class Job:
         return None if self.wanted is None else self.wanted - self.committed
 
 
-def add_job(
-    connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room,
-    upto: int | None = None, over: str | None = None,
-) -> None:  # fmt: skip
-    """Enter a pull of ``source``, which lives as long as its holder; ``over``: the pull over several nodes that it is a
-    part of."""
-    row = {
-        "id": job,
-        "holder": holder,
-        "source": source,
-        "over": over,
-        "wanted": wanted,
-        "upto": upto,
-        "committed": 0,
-        "skipped": 0,
-        "created": time.time(),
-        "renew": room.renew,
-        "policy": room.policy,
-        "min_epochs": room.min_epochs,
-        "keep_own": int(room.keep_own),
-        "bytes_wanted": 0,
-    }
-    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
-    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row)
-
-
 def job_row(connection: Connection, job: str) -> Job:
     """The state of a pull. Raises :class:`UsageError` when it ended."""
     columns = ", ".join(Job.__dataclass_fields__)
@@ -301,29 +276,41 @@ def open_job(
     wanted: int | None,
     seed: int | None,
     room: Room | None = None,
-    next_pass: bool = True,
+    next_pass: bool = False,
     upto: int | None = None,
 ) -> tuple[str, SourceRow]:
-    """Begin a pull: its id and the source. A complete pass is followed by a new one when samples are ``wanted``, unless
-    ``next_pass`` is False; not for a position ``upto``. ``room`` says how room may be made for it, also by the
-    trainers' snapshots.
+    """Begin a pull: its id and the source. With ``next_pass`` a complete pass is followed by a new one. ``room`` says
+    how room may be made for it, also by the trainers' snapshots.
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
-    row = source_row(connection, source)
-    if row is None:
-        raise UsageError("another pull of this source failed and took it back at this moment; run this again")
+    row = known_source(connection, source)
     if seed is not None and seed != row.seed:
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
         )
-    if connection.execute(f"SELECT 1 FROM jobs WHERE source = ? AND {OF_NODE}", (source,)).fetchone():
-        raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
-    if next_pass and wanted is not None and _over(connection, row):
+    if next_pass and _over(connection, row):
         begin_next_pass(connection, source)
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
-    add_job(connection, job, source, holder=holder, wanted=wanted, upto=upto, room=room or Room())
+    room = room or Room()
+    values = {
+        "id": job,
+        "holder": holder,
+        "source": source,
+        "wanted": wanted,
+        "upto": upto,
+        "committed": 0,
+        "skipped": 0,
+        "created": time.time(),
+        "renew": room.renew,
+        "policy": room.policy,
+        "min_epochs": room.min_epochs,
+        "keep_own": int(room.keep_own),
+        "bytes_wanted": 0,
+    }
+    names, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
+    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", values)
     return job, row
 
 
@@ -515,10 +502,8 @@ def copies(connection: Connection, source: str, *, but: int | None = None) -> li
     """List what snapshots to come have of ``source``, draws of the pass ``but`` left out. No such snapshot has a
     retiring shard."""
     rows = connection.execute(
-        "SELECT id, pass_number, part, draws FROM shards"
-        " WHERE source = :source AND state = 'ready' AND pass_number IS NOT :but UNION ALL"
-        " SELECT shard, pass_number, 0, draws FROM placed WHERE source = :source AND pass_number IS NOT :but",
-        {"source": source, "but": but},
+        "SELECT id, pass_number, part, draws FROM shards WHERE source = ? AND state = 'ready' AND pass_number IS NOT ?",
+        (source, but),
     )
     return [Copies(*row) for row in rows]
 

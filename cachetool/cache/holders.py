@@ -27,7 +27,7 @@ from cachetool.proc.disk import disk_error, permission_denied
 from cachetool.proc.folders import remove as remove_from
 from cachetool.proc.locks import OwnLock, lock_owners, try_lock
 
-__all__ = ["Holder", "dead_holders", "holder_of"]
+__all__ = ["Holder", "dead_holders", "holder_of", "is_alive"]
 
 
 class Holder:
@@ -204,6 +204,12 @@ def dead_holders(connection: Connection, folder: Path) -> list[Id]:
         if not alive:
             dead.append(id)
     return dead
+
+
+def is_alive(connection: Connection, folder: Path, id: str) -> bool:
+    """Whether a holder that was registered lives; inside ``BEGIN IMMEDIATE``. A recovery deletes those that died."""
+    row = connection.execute("SELECT 1 FROM holders WHERE id = ?", (id,)).fetchone()
+    return row is not None and id not in dead_holders(connection, folder)
 
 
 def _runs(pid: int, since: float) -> bool:

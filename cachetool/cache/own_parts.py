@@ -1,32 +1,50 @@
-"""The parts of a source that this cache draws, changed in one transaction each.
+"""The parts of a source that this cache draws, and their change.
 
-::
-
-    assign    these parts and no other, as a pull is asked for: takes, releases and cuts anew, unless samples would go
-    take      rows of `parts` at frontier 0 of the present pass
-    release   rows and claims are deleted, shards retire; who draws from a claim meets ClaimGone, and claims again
-    recut     all parts are released, some of another cut are taken, from the beginning of pass 0
-    reach     the position that a job draws up to is raised
-
-A change of parts is recorded beside the listing at the same time: a catalog that is rebuilt has the same parts, and no
-shard of another.
+A change is one transaction: rows and claims of parts that go are deleted, their shards retire; new parts begin at
+position 0 of the present pass; another cut begins at pass 0. A pull that is under way goes on with the parts that are
+there: who draws from a claim of another meets ClaimGone, and claims again. It is recorded beside the listing at the
+same time: a catalog that is rebuilt has the same parts, and no shard of another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from cachetool.cache.admission import allow_growth
 from cachetool.cache.catalog import Connection, bump
+from cachetool.cache.draws import SourceRow, known_source, source_row
 from cachetool.cache.records import write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.cache.root import CacheDir
 from cachetool.core.errors import UsageError
 from cachetool.core.text import count
 
-__all__ = ["assign", "reach", "recut", "refuse_loss", "release", "samples_besides", "take"]
+__all__ = ["Share", "assign", "held", "is_same_share", "refuse_beside", "refuse_loss", "samples_besides"]
+
+Share: TypeAlias = tuple[int, Collection[int]]
+"""Into how many parts a source is cut, and some of them."""
+_MOST_COMPARED = 2**16
+"""Parts of the common cut that two shares may have, for them to be compared."""
+
+
+def held(connection: Connection, source: SourceRow) -> dict[int, tuple[int, int]]:
+    """Samples that snapshots to come have, and draws of the present pass that are done, of each part drawn here."""
+    counted = "SELECT part, sum(samples) FROM shards WHERE source = ? AND state = 'ready' GROUP BY part"
+    samples = dict(connection.execute(counted, (source.id,)).fetchall())
+    pending = dict(
+        connection.execute(
+            "SELECT part, sum(stop - start) FROM claims WHERE source = ? AND pass_number = ? AND tried IS NULL"
+            " GROUP BY part",
+            (source.id, source.pass_number),
+        ).fetchall()
+    )
+    return {
+        part.number: (samples.get(part.number, 0), part.frontier - pending.get(part.number, 0)) for part in source.parts
+    }
 
 
 def samples_besides(connection: Connection, source: str, cut: int, parts: Collection[int]) -> int:
@@ -39,38 +57,62 @@ def samples_besides(connection: Connection, source: str, cut: int, parts: Collec
     return sum(row["samples"] for row in rows if row["cut"] != cut or row["part"] not in parts)
 
 
-def assign(
-    cache: CacheDir, source: str, cut: int, sizes: Mapping[int, int], segments: Sequence[int], *, repart: bool
-) -> None:
-    """Draw these parts of a source and no other from now on: what :func:`take`, :func:`release` and :func:`recut` do,
-    in one transaction, whatever other pulls have done meanwhile.
+def is_same_share(one: Share, other: Share) -> bool:
+    """Whether two ways to cut a source give the same units: part 1 of 2 is parts 1 and 3 of 4."""
+    cut = math.lcm(one[0], other[0])
+    counts = {len(parts) * (cut // of) for of, parts in (one, other)}
+    if len(counts) > 1 or max(counts) > _MOST_COMPARED:
+        return False
+    first, second = ({part + more for part in parts for more in range(0, cut, of)} for of, parts in (one, other))
+    return first == second
 
-    Raises :class:`UsageError` when samples would go, or another pull loses its parts, and ``repart`` is False.
+
+def refuse_beside(connection: Connection, root: object, source: str, share: Share) -> None:
+    """Raise :class:`UsageError` unless this is the share that a pull draws which has the turn; nothing is said of a
+    source that is not listed yet."""
+    row = source_row(connection, source)
+    if row is not None and not is_same_share(share, (row.cut, [part.number for part in row.parts])):
+        raise _others_draw(root)
+
+
+def _others_draw(root: object) -> UsageError:
+    return UsageError(f"another pull draws other parts into {root} at this moment; stop it, or wait for its end")
+
+
+def assign(
+    cache: CacheDir, source: str, cut: int, sizes: Mapping[int, int], segments: Sequence[int], *, repart: bool,
+    beside: bool = False,
+) -> int:  # fmt: skip
+    """Draw parts of these ``sizes`` of a source, cut into ``cut``, and no other from now on, whatever other pulls have
+    done meanwhile; ``segments`` are the places between all segments of the source, where the cut is another one.
+    Returns how many samples went by that.
+
+    Raises :class:`UsageError` when samples would go and ``repart`` is False, when a pull that draws now would lose its
+    parts and ``beside`` is False, and when another pull took the source back meanwhile.
     """
     with cache.catalog.read() as connection:
         if _now(connection, source) == (cut, set(sizes)):
-            return
+            return 0
     with _changing(cache, source) as connection:
         before, parts = _now(connection, source)
         if not repart:
             refuse_loss(connection, cache.root, source, cut, sizes)
-            drawing = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
-            if drawing and (before != cut or parts - sizes.keys()):
-                raise UsageError(
-                    f"another pull draws other parts into {cache.root} at this moment; wait for its end, or take its"
-                    " parts away with --repart"
-                )
+        drawing = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
+        if drawing and not beside and (before != cut or parts - sizes.keys()):
+            raise _others_draw(cache.root)
+        released = samples_besides(connection, source, cut, sizes)
         if before != cut:
             _recut(connection, source, cut, segments)
         else:
             _release(connection, source, parts - sizes.keys())
         _take(connection, source, sizes)
+    return released
 
 
 def _now(connection: Connection, source: str) -> tuple[int, set[int]]:
     """Into how many parts a source is cut, and which of them are drawn here."""
-    cut = connection.execute("SELECT cut FROM sources WHERE id = ?", (source,)).fetchone()["cut"]
-    return cut, {row["part"] for row in connection.execute("SELECT part FROM parts WHERE source = ?", (source,))}
+    row = known_source(connection, source)
+    return row.cut, {part.number for part in row.parts}
 
 
 def refuse_loss(connection: Connection, root: object, source: str, cut: int, parts: Collection[int]) -> None:
@@ -81,36 +123,10 @@ def refuse_loss(connection: Connection, root: object, source: str, cut: int, par
     rows = connection.execute("SELECT part FROM parts WHERE source = ? ORDER BY part", (source,))
     now = f"parts {','.join(str(part['part']) for part in rows)} of {row['cut']}" if row["cut"] > 1 else "all"
     raise UsageError(
-        f"cache {root} draws {now} of {row['url']}, and would lose {count(lost, 'sample')} of other parts than"
+        f"cache {root} draws {now} of {row['url']}, and would lose {count(lost, 'sample')} by drawing parts"
         f" {','.join(map(str, sorted(parts)))} of {cut};\n"
         "leave --part and --parts out to go on with those, or let the others go with --repart"
     )
-
-
-def take(cache: CacheDir, source: str, sizes: Mapping[int, int]) -> None:
-    """Draw from parts of these sizes too from now on."""
-    with _changing(cache, source) as connection:
-        _take(connection, source, sizes)
-
-
-def release(cache: CacheDir, source: str, parts: Collection[int]) -> None:
-    """Draw from these parts no more; what is here of them goes when its readers end."""
-    with _changing(cache, source) as connection:
-        _release(connection, source, parts)
-
-
-def recut(cache: CacheDir, source: str, cut: int, sizes: Mapping[int, int], segments: Sequence[int]) -> None:
-    """Draw from parts of these sizes of another cut from now on, and from no other; ``segments`` are the places between
-    all segments of the source."""
-    with _changing(cache, source) as connection:
-        _recut(connection, source, cut, segments)
-        _take(connection, source, sizes)
-
-
-def reach(cache: CacheDir, job: str, upto: int) -> None:
-    """Let a pull draw up to a later position of the source."""
-    with cache.catalog.write() as connection:
-        connection.execute("UPDATE jobs SET upto = max(upto, ?) WHERE id = ?", (upto, job))
 
 
 def _take(connection: Connection, source: str, sizes: Mapping[int, int]) -> None:

@@ -164,6 +164,9 @@ class Room:
     min_epochs: int = 0
     job: str | None = None
     """The pull that writes."""
+    trainer: str | None = None
+    """Holder of the program that the pull is a part of. Nothing goes any more once that program has died: it may be
+    resumed, and its leases died too."""
     keep_own: bool = False
     """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
     what it has would be for nothing."""

@@ -58,7 +58,7 @@ _TABLES = (
     """
     CREATE TABLE jobs (
         id TEXT NOT NULL PRIMARY KEY, source TEXT NOT NULL REFERENCES sources, holder TEXT NOT NULL, wanted INTEGER,
-        upto INTEGER, over TEXT, committed INTEGER NOT NULL, skipped INTEGER NOT NULL,
+        upto INTEGER, committed INTEGER NOT NULL, skipped INTEGER NOT NULL,
         evicted INTEGER NOT NULL DEFAULT 0, bytes_wanted INTEGER NOT NULL, renew REAL NOT NULL, policy TEXT NOT NULL,
         min_epochs INTEGER NOT NULL, keep_own INTEGER NOT NULL CHECK (keep_own IN (0, 1)), created REAL NOT NULL
     ) STRICT, WITHOUT ROWID
@@ -69,7 +69,7 @@ _TABLES = (
         id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE,
         part INTEGER NOT NULL DEFAULT 0, pass_number INTEGER NOT NULL, start INTEGER NOT NULL,
         stop INTEGER NOT NULL CHECK (start < stop), holder TEXT, job TEXT,
-        reopened INTEGER NOT NULL DEFAULT 0 CHECK (reopened IN (0, 1)), tried TEXT, node TEXT, token TEXT,
+        reopened INTEGER NOT NULL DEFAULT 0 CHECK (reopened IN (0, 1)), tried TEXT,
         CHECK ((holder IS NULL) = (job IS NULL))
     ) STRICT
     """,
@@ -110,30 +110,6 @@ _TABLES = (
     CREATE TABLE evictions (
         dataset TEXT NOT NULL, reason TEXT NOT NULL, policy TEXT NOT NULL, shards INTEGER NOT NULL,
         samples INTEGER NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (dataset, reason, policy)
-    ) STRICT, WITHOUT ROWID
-    """,
-    # Of a pull over several nodes, in the catalog of the whole: whose caches the nodes have, which of their shards hold
-    # which draws, and in which pull of which source a node takes part. In a node's own: how a source is drawn there.
-    """
-    CREATE TABLE nodes (
-        name TEXT NOT NULL PRIMARY KEY, cache INTEGER NOT NULL
-    ) STRICT, WITHOUT ROWID
-    """,
-    """
-    CREATE TABLE placed (
-        shard TEXT NOT NULL PRIMARY KEY, node TEXT NOT NULL, source TEXT NOT NULL, pass_number INTEGER NOT NULL,
-        draws TEXT NOT NULL, samples INTEGER NOT NULL, job TEXT, brought INTEGER NOT NULL
-    ) STRICT, WITHOUT ROWID
-    """,
-    "CREATE INDEX placed_by_node ON placed (node)",
-    """
-    CREATE TABLE members (
-        source TEXT NOT NULL, node TEXT NOT NULL, job TEXT NOT NULL, word TEXT NOT NULL, PRIMARY KEY (source, node)
-    ) STRICT, WITHOUT ROWID
-    """,
-    """
-    CREATE TABLE bound (
-        source TEXT NOT NULL PRIMARY KEY, replicated INTEGER NOT NULL CHECK (replicated IN (0, 1))
     ) STRICT, WITHOUT ROWID
     """,
 )

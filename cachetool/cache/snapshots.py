@@ -117,6 +117,8 @@ class _Lease:
     """With the version, what tells its shards from those of any other; None where nothing does."""
     seen: int | None
     """The newest version that a snapshot had contained before; None where this one shows nothing beyond it."""
+    in_parts: bool
+    """Whether this cache draws some of the parts of a source of the dataset, and other caches the others."""
 
 
 class Snapshot:
@@ -131,6 +133,8 @@ class Snapshot:
         """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
         self.dataset = dataset
         self.schema = schema
+        self.in_parts = lease.in_parts
+        """Whether other caches draw other parts of a source of its dataset."""
         self.is_unchanged = rows is None
         """Whether its taker had its shards already: then they are looked up when they are asked for."""
         self.stamp = lease.stamp
@@ -305,6 +309,7 @@ def take(
         # Of an earlier version some may be gone since.
         stamp = int(numbers["stamp"]) if version == present else None
         rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
+        cut = connection.execute("SELECT 1 FROM sources WHERE dataset = ? AND cut > 1 LIMIT 1", (dataset,)).fetchone()
         if not peek:
             connection.execute("UPDATE cache SET seen = max(seen, ?)", (version,))
     lease = _Lease(
@@ -313,6 +318,7 @@ def take(
         newest=max(newest, version),
         stamp=stamp,
         seen=None if peek or seen >= version else seen,
+        in_parts=cut is not None,
     )
     taken = Snapshot(catalog, layout, holder, lease, dataset=dataset, schema=schema, rows=rows)
     if instead is not None:

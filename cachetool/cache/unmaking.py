@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cachetool.cache import holders
-from cachetool.cache.bound import bound
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import positions_done, source_row
 from cachetool.cache.repair import strays
@@ -57,7 +56,6 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
     row = source_row(connection, source)
     busy = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
-    used = used or bound(connection, source) is not None  # other nodes have samples of it
     gone = (
         row is not None
         and not used

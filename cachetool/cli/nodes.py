@@ -31,10 +31,10 @@ Cells = Callable[[Mapping[str, Any]], Sequence[object]]
 def stats(out: Output, cache: str | None, dataset: str | None, address: str | None) -> None:
     """How full the cache of each node is."""
     from cachetool.cache.stats import newest_pass
-    from cachetool.cluster.verbs import on_nodes, sources
+    from cachetool.cluster.verbs import on_nodes
 
     nodes = on_nodes("stats", cache, {"dataset": dataset}, address=address, notify=out.note)
-    source_rows = sources(cache, dataset)
+    source_rows = nodes.sources()
     if out.as_json:
         value = nodes.as_dict()
         value["sum"]["sources"] = source_rows

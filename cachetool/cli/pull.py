@@ -91,6 +91,8 @@ def _print(out: Output, result: PullResult) -> None:
     )
     if result.cut > 1:
         out.line(f"parts {','.join(map(str, result.parts))} of {result.cut}, listing {result.listing[:16]}")
+    if result.released:
+        out.line(f"released {count(result.released, 'sample')} of other parts")
     if result.nodes:
         out.table(
             ["node", ">samples", ">shards", ">bytes", ">evicted", "cache", "state"],

@@ -1,6 +1,6 @@
-"""What runs on a node for a driver elsewhere: child processes, and what they say; and whoever answers their questions.
+"""The Ray actor that runs on a node for a driver elsewhere: child processes, and what they say.
 
-These are the classes of Ray actors, made and called by :mod:`cachetool.cluster.engine` alone.
+Made and called by :mod:`cachetool.cluster.engine` alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from cachetool.core.errors import Interrupted, UsageError, to_json
@@ -24,60 +21,13 @@ from cachetool.proc.child import outcome_of
 from cachetool.proc.folders import write_piece
 from cachetool.proc.parent import GRACE, Child, stop
 from cachetool.proc.scratch import scratch
-from cachetool.proc.task import Message, Task, named
+from cachetool.proc.task import Message, Task
 
-__all__ = ["Agent", "Server", "version_here"]
+__all__ = ["Agent", "version_here"]
 
 _GATHER = 0.2
 """Seconds for which an agent gathers what its children say before it passes it on."""
-_LISTEN = 5.0
-
-
-@dataclass(eq=False, slots=True)
-class _Question:
-    node: str
-    message: Message
-    answer: Future[Message] = field(default_factory=Future)
-
-
-class Server:
-    """Whatever answers, in its own process. Calls come in many threads; one more answers all that have come."""
-
-    def __init__(self, target: str, arguments: Message) -> None:
-        self._target, self._arguments = target, arguments
-        self._served: Any = None
-        self._asked: SimpleQueue[_Question] = SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def answer(self, node: str, message: Message) -> Message:
-        """The answer to what a task on ``node`` asks, or an error in its JSON form."""
-        question = _Question(node, message)
-        self._asked.put(question)
-        return question.answer.result()
-
-    def _serve(self) -> None:
-        while True:
-            first = self._asked.get()
-            questions = [first, *(self._asked.get() for _ in range(self._asked.qsize()))]
-            for question, answer in zip(questions, self._answers(questions), strict=True):
-                question.answer.set_result(answer)
-
-    def _answers(self, questions: Sequence[_Question]) -> list[Message]:
-        try:
-            if self._served is None:
-                self._served = named(self._target)(**self._arguments)
-            with self._served.together():
-                return [self._one(question) for question in questions]
-        except BaseException as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
-            self._served = None  # what it knows may be ahead of what was written
-            return [outcome_of(error)] * len(questions)
-
-    def _one(self, question: _Question) -> Message:
-        try:
-            answer: Message = self._served.answer(question.node, question.message)
-            return answer
-        except Exception as error:  # noqa: BLE001 - the others have answers all the same
-            return outcome_of(error)
+_LISTEN = 60.0
 
 
 def version_here() -> str:
@@ -102,8 +52,8 @@ class Agent:
         self._place = ""
         self._places = contextlib.ExitStack()
 
-    def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
-        """Start a child for a task, whose questions ``answers`` answers."""
+    def begin(self, number: int, target: str, arguments: Message, name: str) -> None:
+        """Start a child for a task on this node, whose name is ``name``."""
         if (installed := version_here()) != self._version and installed and self._version:
             text = f"node {name} has cachetool {installed}, the command is of {self._version}"
             self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
@@ -116,7 +66,7 @@ class Agent:
         except Exception as error:  # noqa: BLE001 - the driver would wait for ever
             self._say((number, outcome_of(error)))
             return
-        threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
+        threading.Thread(target=self._attend, args=(number, child), daemon=True).start()
 
     def hear(self) -> list[tuple[int, Message]]:
         """What the tasks said since the last time, by number; waits some seconds for the first word."""
@@ -152,14 +102,12 @@ class Agent:
         """Put a piece of a file into that folder, from byte ``at`` on."""
         write_piece(Path(self.place()), [Name(part) for part in name.split("/")], at, memoryview(piece))
 
-    def _attend(self, number: int, child: Child, name: str, answers: Any) -> None:
+    def _attend(self, number: int, child: Child) -> None:
         try:
             more = True
             while more:
                 more, messages = child.receive()
                 self._say(*((number, {"message": message}) for message in messages))
-                while child.asked:
-                    child.answer(self._answer(name, child.asked[0]["ask"], answers))
                 child.check(ended=not more)
             outcome: Message = {"result": child.result or {}}
         except Exception as error:  # noqa: BLE001 - the driver would wait for ever
@@ -167,16 +115,6 @@ class Agent:
         stop([child])
         del self._children[number]
         self._say((number, outcome))
-
-    @staticmethod
-    def _answer(name: str, message: Message, answers: Any) -> Message:
-        import ray
-
-        try:
-            answer: Message = ray.get(answers.answer.remote(name, message))
-            return answer
-        except ray.exceptions.RayError:  # it is started again until the driver is gone
-            return to_json(Interrupted("stopped"))
 
     def _say(self, *said: tuple[int, Message]) -> None:
         with self._news:

@@ -58,8 +58,8 @@ _PRIVATE = "ct-ray-"
 
 
 @contextlib.contextmanager
-def opened(address: str | None, notify: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """A connection for the block; gives the id of the node that this process is on. ``notify`` hears of a cluster that
+def opened(address: str | None, notify: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """A connection for the block. ``notify`` hears of a cluster that
     is not used because another user may have made it. Errors are those of :func:`cachetool.cluster.engine.connect`."""
     place = _place(address)
     for name, value in _ENVIRONMENT.items():
@@ -71,7 +71,7 @@ def opened(address: str | None, notify: Callable[[str], None] = lambda line: Non
             raise
         raise MissingExtra("work on several nodes (--on ray)", "ray") from error
     if ray.is_initialized():  # by the program that we are a part of
-        yield str(ray.get_runtime_context().get_node_id())
+        yield
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(_silent())
@@ -82,7 +82,7 @@ def opened(address: str | None, notify: Callable[[str], None] = lambda line: Non
             else:
                 _join(place)
         try:
-            yield str(ray.get_runtime_context().get_node_id())
+            yield
         finally:
             with _keeping_handlers():
                 ray.shutdown()

@@ -5,7 +5,6 @@
     driver (the command)                     node (one Agent each)                child processes of the agent
     RayEngine.start(node, task)        ->    a thread for the task           ->   proc.child, as on one machine
     RayEngine.wait() <- messages, results -  gathered, five times a second   <-   messages, results
-                                             asks whoever serves the run     <->  questions
 
 Ray carries small values and the pieces of a listing, never samples: those go from a store to the disk of a node, inside
 of a child process that knows nothing of Ray. An agent, and with it its children, ends when its driver does.
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cachetool.cluster.agent import Agent, Server, version_here
+from cachetool.cluster.agent import Agent, version_here
 from cachetool.cluster.connect import listens, opened
 from cachetool.core.errors import CacheToolError, Unreachable, UsageError, from_json
 from cachetool.core.nodes import Node, namesakes, node_of
@@ -32,12 +31,6 @@ from cachetool.proc.task import Message, Task
 __all__ = ["NodeLost", "RayEngine", "Run", "connect"]
 
 _PIECE = 8 * 2**20
-_ASKING = 64
-"""Questions that are answered at once, at most."""
-_SENT = "sent"
-"""Where in the folder of an agent :meth:`RayEngine.send` puts files."""
-_RETRIES = -1
-"""A question is asked again, and whoever answers is started again, as often as it takes."""
 
 
 class NodeLost(Unreachable):
@@ -85,8 +78,8 @@ def connect(address: str | None = None, notify: Callable[[str], None] = lambda l
     Raises :class:`MissingExtra` without Ray, :class:`UsageError` for an address that is none, :class:`Unreachable`
     where no Ray answers within some seconds.
     """
-    with opened(address, notify) as here:
-        engine = RayEngine(here)
+    with opened(address, notify):
+        engine = RayEngine()
         try:
             yield engine
         finally:
@@ -96,10 +89,8 @@ def connect(address: str | None = None, notify: Callable[[str], None] = lambda l
 class RayEngine:
     """Runs tasks on nodes by name. Made by :func:`connect`; used by one thread."""
 
-    def __init__(self, here: str) -> None:
-        self._here = here
+    def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
-        self._served: list[Any] = []
         self._count = 0
 
     # -- nodes -------------------------------------------------------------------------------------------------------
@@ -145,15 +136,12 @@ class RayEngine:
             raise
         return [run.result or {} for run in runs]
 
-    def start(
-        self, node: Node, task: Task, on_message: Callable[[Message], None] | None = None, *, answers: Any = None
-    ) -> Run:
-        """Begin a task on a node. ``on_message`` is called by :meth:`wait`; ``answers``, what :meth:`serve` gave, is
-        asked what the task asks."""
+    def start(self, node: Node, task: Task, on_message: Callable[[Message], None] | None = None) -> Run:
+        """Begin a task on a node. ``on_message`` is called by :meth:`wait`."""
         self._count += 1
         line, run = self._line(node), Run(node, task, self._count, on_message)
         line.runs[run.number] = run
-        line.agent.begin.remote(run.number, task.target, dict(task.arguments), node.name, answers)
+        line.agent.begin.remote(run.number, task.target, dict(task.arguments), node.name)
         if line.heard is None:
             line.heard = line.agent.hear.remote()
         return run
@@ -197,36 +185,26 @@ class RayEngine:
 
     # -- beside them -------------------------------------------------------------------------------------------------
 
-    def serve(self, target: str, arguments: Message) -> Any:
-        """Something that answers the questions of tasks: an object of the class ``module:Class`` in a process of its
-        own on this node, made anew from the same arguments whenever it dies.
-
-        Its ``answer(node, message)`` gives a message, or raises an error; it may be asked the same twice. What is asked
-        at once is answered one after another inside of one ``together()``; the answers are given when that has ended.
-        """
-        server = self._actor(Server, self._here, restarts=_RETRIES).remote(target, arguments)
-        self._served.append(server)
-        return server
-
     def send(self, nodes: Sequence[Node], folder: Path) -> dict[str, str]:
         """Copy the files of a folder to nodes; gives where they lie there, by the id of each node, until the engine
         closes. A node that is lost meanwhile is left out."""
         import ray
 
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        lines = [self._line(node) for node in nodes]
+        self._count += 1
+        lines, sent = [self._line(node) for node in nodes], f"sent-{self._count}"
         places = {line.node.id: line.agent.place.remote() for line in lines}
         for path in files:
             for at in range(0, max(1, path.stat().st_size), _PIECE):
                 piece = ray.put(_piece(path, at))
-                name = str(Path(_SENT, path.relative_to(folder)))
+                name = str(Path(sent, path.relative_to(folder)))
                 done = [line.agent.write.remote(name, at, piece) for line in lines]
                 for ref in done:  # one piece at a time in the object store
                     _written(ref)
         folders = {}
         for id, ref in places.items():
             with contextlib.suppress(ray.exceptions.RayError):
-                folders[id] = str(Path(ray.get(ref), _SENT))
+                folders[id] = str(Path(ray.get(ref), sent))
         return folders
 
     def write(self, node: Node, name: str, at: int, piece: bytes) -> str:
@@ -251,27 +229,24 @@ class RayEngine:
         agents = [line.agent for line in self._lines.values()]
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # none was needed
             ray.wait([agent.leave.remote() for agent in agents], num_returns=len(agents), timeout=GRACE)
-        for actor in [*agents, *self._served]:
+        for agent in agents:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(actor)
-        self._lines, self._served = {}, []
+                ray.kill(agent)
+        self._lines = {}
 
     def _line(self, node: Node) -> _Line:
-        if node.id not in self._lines:
-            self._lines[node.id] = _Line(node, self._actor(Agent, node.id).remote(sys.argv[:2], version_here()))
-        return self._lines[node.id]
-
-    def _actor(self, kind: type, node: str, *, restarts: int = 0) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        return ray.remote(kind).options(
-            num_cpus=0,  # it waits; how many of its children run is what the user says with --workers
-            max_restarts=restarts,
-            max_task_retries=restarts,
-            max_concurrency=_ASKING if restarts else 8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
+        if node.id not in self._lines:
+            actor: Any = ray.remote(Agent).options(
+                num_cpus=0,  # it waits; how many of its children run is what the user says with --workers
+                max_restarts=0,
+                max_concurrency=8,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )
+            self._lines[node.id] = _Line(node, actor.remote(sys.argv[:2], version_here()))
+        return self._lines[node.id]
 
     def _lose(self, line: _Line, error: Exception) -> list[Run]:
         """What ran on a node that answers no more. An agent that is merely cut off is told to end when it can be."""

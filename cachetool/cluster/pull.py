@@ -1,39 +1,57 @@
 """``pull`` into the caches of all nodes of a Ray cluster::
 
-    look at every cache -> list and probe here (pull.run) -> the nodes draw (placement) -> result
+    look at every cache -> list and probe here -> deal parts to nodes -> a pull on each node -> result
+        a node is lost, comes, or is full: look, deal again                 cachetool.cluster.node
 
-The catalog of the whole is a cache without shards, where the command runs.
+Nodes draw by themselves, each its own parts; nothing is asked of the driver, and nothing is kept by it. Which parts a
+node has stands in its cache. A driver that is killed leaves caches of which the next one sees where it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import base64
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
-from cachetool.cache.bound import PLACEMENTS, bind, refuse_other, unbind
-from cachetool.cache.catalog import Connection
-from cachetool.cache.draws import close_job
-from cachetool.cache.history import edged
+from cachetool.cache.draws import SourceRow
 from cachetool.cache.layout import root_of
-from cachetool.cluster.crew import Crew
-from cachetool.cluster.engine import connect
-from cachetool.cluster.placement import Replicate, Split
-from cachetool.core.errors import CacheToolError, Interrupted, UsageError
-from cachetool.core.nodes import driver_cache
-from cachetool.core.progress import Report, silent
+from cachetool.cluster.deal import Held, deal
+from cachetool.cluster.engine import NodeLost, RayEngine, Run
+from cachetool.cluster.spread import of_node
+from cachetool.core.errors import CacheToolError, CapBlocked, UsageError
+from cachetool.core.names import Name
+from cachetool.core.nodes import Node, cache_of
+from cachetool.core.permutation import part_size
+from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.schema import Schema
-from cachetool.proc.folders import make_folder
-from cachetool.proc.task import Message
-from cachetool.pull.job import PullJob, PullResult
-from cachetool.pull.options import PullOptions
-from cachetool.pull.prepare import source_id
-from cachetool.pull.run import pull
+from cachetool.core.text import count
+from cachetool.proc.folders import make_folder, write_piece
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.scratch import listing_scratch
+from cachetool.proc.task import Message, Task
+from cachetool.pull.job import PrepareArguments, Prepared, PullResult, why_ended
+from cachetool.pull.options import MOST_PARTS, PullOptions
+from cachetool.pull.prepare import drawn_as, pace, shard_bytes, source_id, with_classes
+from cachetool.pull.run import fields_as_before
+from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.rate_limit import shared
+from cachetool.sources.readers import notes_of
 from cachetool.sources.registry import check_place
-from cachetool.stores import redact
 
-__all__ = ["PLACEMENTS", "pull_over"]
+__all__ = ["PLACEMENTS", "pull_over", "reach_of"]
+
+PLACEMENTS = ("split", "replicate")
+_PARTS = 16
+"""Parts for each node of a new source: when a node is lost, sixteen others share what it had."""
+_SEEK = 2.0
+"""Seconds between two looks for nodes that came or went."""
+_REPORTS = 50
+"""Reports that all nodes together send in a second, at most."""
 
 
 def pull_over(
@@ -53,6 +71,8 @@ def pull_over(
 
     Raises what :func:`cachetool.cluster.engine.connect` and :func:`cachetool.pull.run.pull` raise.
     """
+    from cachetool.cluster.engine import connect
+
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement is {' or '.join(PLACEMENTS)}, got {placement!r}")
     if options.start_early:
@@ -60,84 +80,604 @@ def pull_over(
     check_place(url)
     if "://" not in url:
         url = str(Path(url).absolute())  # nodes are elsewhere
-    template = str(root_of(cache).absolute())
-    with connect(address, notify) as engine, open_cache(driver_cache(template)) as driver:
-        size = {"max_size": max_size, "min_free": min_free}
-        about = {**size, "source": source_id(url, options), "dataset": options.dataset}
-        crew = Crew(engine, template, about, notify=notify)
-        other_caches = _Placement(crew, size, replicate=placement == "replicate")
-        return pull(driver, url, options, report=report, nodes=other_caches)
+    template, size = str(root_of(cache).absolute()), {"max_size": max_size, "min_free": min_free}
+    with connect(address, notify) as engine, listing_scratch() as scratch:
+        pull = _Pull(engine, template, url, options, size, scratch, report, notify, replicate=placement == "replicate")
+        return pull.run()
 
 
-class _Placement:
-    """What :class:`cachetool.pull.job.NodeCaches` is here."""
+def reach_of(cut: int, done: Mapping[int, int], units: int, draws: int) -> int:
+    """How many first draws of a source cut into parts have to be done so that ``draws`` more are, when of each part
+    ``done`` are; of all ``units`` at most."""
 
-    def __init__(self, crew: Crew, size: Message, *, replicate: bool) -> None:
-        self._crew, self._size, self._replicate = crew, size, replicate
-        self.cap, self.format = crew.cap, crew.format
+    def more(upto: int) -> int:
+        return sum(max(0, part_size(upto, part, cut) - done.get(part, 0)) for part in range(cut))
 
+    return min(units, bisect_left(range(units + 1), draws, key=more))
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A node that takes part, with what is known of its cache and of its pull."""
+
+    host: Node
+    root: str
+    looked: Message
+    """What :func:`cachetool.cluster.node.look` found."""
+    is_late: bool = False
+    """Whether it came while the pull ran."""
+    parts: set[int] = field(default_factory=set)
+    run: Run | None = None
+    is_due: bool = True
+    """Whether a pull is to be started there, once none runs."""
+    full: str = ""
+    """Why it has no room for more."""
+    results: list[Message] = field(default_factory=list)
+    """Of its pulls that ended."""
+    progress: Progress | None = None
+    """Of the one that runs."""
+    place: tuple[int, int] | None = None
+    """The pass of a replica, and the draws left of it, when it was last looked whether it is behind."""
+
+    @property
+    def name(self) -> str:
+        """Of the node, for people."""
+        return self.host.name
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether its pull does not draw yet."""
+        return self.run is not None and (self.progress is None or self.progress.phase != "pull")
+
+    @property
     def source(self) -> SourceRow | None:
-        """The source as the node knows it that is farthest with it."""
-        return max(
-            (row for row, _ in self._crew.source_rows()), key=lambda row: (row.pass_number, row.frontier), default=None
+        """The source as its cache knows it."""
+        return None if self.looked["source"] is None else SourceRow.from_json(self.looked["source"])
+
+    def held(self, cut: int) -> Held:
+        """What its cache holds of the source in so many parts."""
+        source = self.source
+        if source is None or source.cut != cut:
+            return Held(self.looked["cap"], is_full=bool(self.full))
+        begun = {part.number for part in source.parts if part.frontier}
+        parts = {part: samples for part, samples, _ in self.looked["parts"]}
+        return Held(self.looked["cap"], parts, frozenset(parts.keys() - begun), is_full=bool(self.full))
+
+    def sum(self, name: str) -> int:
+        """What its pulls that ended came to."""
+        return sum(result[name] for result in self.results)
+
+    def row(self, state: str) -> dict[str, Any]:
+        """What became of it, for a result."""
+        names = ("samples", "shards", "bytes", "fetched", "evicted_shards")
+        return {"node": self.name, "cache": self.root, **{name: self.sum(name) for name in names}, "state": state}
+
+
+class _Pull:
+    """One pull over nodes while it runs."""
+
+    def __init__(
+        self,
+        engine: RayEngine,
+        template: str,
+        url: str,
+        options: PullOptions,
+        size: Message,
+        scratch: Path,
+        report: Report,
+        notify: Callable[[str], None],
+        *,
+        replicate: bool,
+    ) -> None:
+        self._engine, self._template, self._url, self._options = engine, template, url, options
+        self._size, self._scratch, self._report, self._notify = size, scratch, report, notify
+        self._may_release = options.repart
+        """Whether samples of another cut may go."""
+        self._replicate, self._id, self._began = replicate, source_id(url, options), time.monotonic()
+        self._members: dict[str, _Member] = {}
+        """By the ids of their nodes."""
+        self._lost: list[_Member] = []
+        self._seen: set[str] = set()
+        """Nodes that came, by id; one that cannot take part is not asked again."""
+        self._asked: list[Run] = []
+        self._next_look = 0.0
+        self._is_changed = False
+        """Whether the parts are to be dealt again."""
+        self._listings: dict[str, str] = {}
+        """Where on each node the listing lies, by its id."""
+        self._paces: dict[str, str] = {}
+        """Where on each node its share of --max-rate lies."""
+        self._listing = scratch / "listings" / self._id
+        self._cut, self._units, self._per_unit = 1, 0, 1
+        self._upto, self._pass, self._next_pass = 0, 0, False
+        """How many first draws of a pass are to be done: of which pass matters to replicas, and whether it is one that
+        no node has begun."""
+        self._target: int | None = None
+        self._released = 0
+        """Samples that went since another node draws their part."""
+
+    def run(self) -> PullResult:
+        """Until no node has anything left to draw."""
+        runs = self._look(self._engine.nodes())
+        self._take(runs)
+        if not self._members:
+            raise next(run.error for run in runs if run.error is not None)
+        self._refuse_shared()
+        prepared = self._prepare()
+        self._settle(prepared)
+        self._deal()
+        self._target = self._aim()
+        try:
+            while True:
+                self._seek()
+                # A pull says that it draws when it has made sure of its parts; before, it would take them back.
+                if self._is_changed and not any(member.is_starting for member in self._nodes):
+                    self._take(self._look([member.host for member in self._nodes]))
+                    self._deal()
+                self._start()
+                if self._paces:
+                    self._share_rate()  # among who is here now
+                if not any(member.run for member in self._nodes) and not self._asked and not self._more():
+                    break
+                self._step()
+        finally:
+            self._engine.stop([member.run for member in self._nodes if member.run is not None])
+        return self._result(prepared)
+
+    @property
+    def _nodes(self) -> list[_Member]:
+        """Those that are here, by name."""
+        return sorted(self._members.values(), key=lambda member: member.name)
+
+    # -- caches ------------------------------------------------------------------------------------------------------
+
+    def _task(self, name: str, member: _Member, **arguments: Any) -> Task:
+        return Task(f"cachetool.cluster.node:{name}", {"root": member.root, "source": self._id, **arguments})
+
+    def _ask(self, hosts: Iterable[Node]) -> list[Run]:
+        about = {**self._size, "source": self._id, "dataset": self._options.dataset}
+        return [
+            self._engine.start(
+                host, Task("cachetool.cluster.node:look", {"root": cache_of(self._template, host), **about})
+            )
+            for host in hosts
+        ]
+
+    def _ended(self, runs: Sequence[Run]) -> None:
+        while not all(run.ended for run in runs):
+            self._engine.wait()
+
+    def _look(self, hosts: Iterable[Node]) -> list[Run]:
+        runs = self._ask(hosts)
+        self._ended(runs)
+        return runs
+
+    def _take(self, runs: Iterable[Run], *, late: bool = False) -> None:
+        """Take in what looks found. A node that came and cannot take part is left out; of others errors are raised."""
+        for run in runs:
+            known = self._members.get(run.node.id)
+            if isinstance(run.error, NodeLost):
+                self._seen.discard(run.node.id)
+                if known is not None:
+                    self._lose(known, run.error)
+            elif run.error is not None:
+                if not (late or (known is not None and known.is_late and not known.results)):
+                    raise of_node(run.node.name, run.error) from run.error
+                self._leave_out(run.node, run.error)
+            elif known is not None:
+                known.looked = run.result or {}
+            else:
+                root = cache_of(self._template, run.node)
+                self._members[run.node.id] = member = _Member(run.node, root, run.result or {}, is_late=late)
+                self._seen.add(run.node.id)
+                self._is_changed = True
+                try:
+                    if late:
+                        self._refuse_shared()
+                        self._refuse_cut(member)
+                except UsageError as error:
+                    self._leave_out(run.node, error)
+
+    def _refuse_shared(self) -> None:
+        """Raise :class:`UsageError` when two nodes have one cache."""
+        seen: dict[str, str] = {}
+        for member in self._nodes:
+            found = [member.looked["place"], *([] if (known := member.looked["identity"]) is None else [known])]
+            for mark in map(repr, found):
+                if mark in seen:
+                    raise UsageError(
+                        f"nodes {seen[mark]} and {member.name} have one cache folder between them, and each must have"
+                        " its own; put {node} into --cache, as in --cache /data/{node}"
+                    )
+                seen[mark] = member.name
+
+    def _seek(self) -> None:
+        """Find nodes that joined the cluster or came back since, and those that left without a pull."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + max(_SEEK, len(self._members) / 100)
+            hosts = self._engine.nodes(strict=False)
+            here = {host.id for host in hosts}
+            for member in self._nodes:
+                if member.run is None and member.host.id not in here:
+                    self._lose(member, NodeLost(member.host))
+            names = {member.name for member in self._nodes}  # one that came back may not be missed yet
+            new = [host for host in hosts if host.id not in self._seen and host.name not in names]
+            self._seen |= {host.id for host in new}
+            self._asked += self._ask(new)
+        answered = [run for run in self._asked if run.ended]
+        self._asked = [run for run in self._asked if not run.ended]
+        self._take(answered, late=True)
+
+    def _lose(self, member: _Member, error: NodeLost) -> None:
+        self._members.pop(member.host.id, None)
+        self._lost.append(member)
+        self._is_changed = True
+        if not self._members:
+            raise error
+        self._notify(f"{str(error).partition(';')[0]}; what it had is drawn again by the others")
+
+    def _leave_out(self, host: Node, error: CacheToolError) -> None:
+        self._notify(f"{of_node(host.name, error)}; the pull goes on without node {host.name}")
+        if self._members.pop(host.id, None) is not None:
+            self._is_changed = True
+
+    # -- the source --------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> Prepared:
+        """Get the listing of a node that has it, or list here; probe, and look for what is new with ``refresh``."""
+        rows = [(row.units, row.pass_number, member) for member in self._nodes if (row := member.source) is not None]
+        first = max(rows, key=lambda entry: entry[:2], default=(0, 0, None))[2]
+        row = None if first is None else first.source
+        seed, sequential = drawn_as(row, self._options)
+        options = fields_as_before(self._options, row)
+        if first is not None:
+            make_folder(self._listing.parent)
+            make_folder(self._listing)
+            self._fetch(first)
+            options = options.with_source(with_classes(options.source, Schema.from_json(first.looked["schema"])))
+        else:
+            make_folder(self._listing.parent)
+        order = {
+            "seed": seed, "sequential": sequential, "pass_number": row.pass_number if row else 0,
+            "segments": row.segments if row else (),
+        }  # fmt: skip
+        arguments = PrepareArguments(
+            url=self._url,
+            listing=str(self._listing),
+            options=options.source.to_json(),
+            order=order,
+            units=row.units if row else None,
+            skip_bad=options.on_error == "skip" or row is not None,
+            skip_keys=options.on_error == "skip",
+            refresh=str(self._scratch) if options.refresh and row is not None else None,
+            early=None,
+            pace=pace(options, self._scratch),
+            looked=None,
+            cut=1,
+            parts=(),
+            samples=None,
+            shared=None,
         )
 
-    def refuse(self, cache: CacheDir, id: str, url: str) -> None:
-        """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
-        were filled with the other placement."""
-        for node in self._crew.nodes:  # they know it, whatever became of the catalog of the whole
-            refuse_other(redact(url), node.looked["replicate"], self._replicate)
-        if cache.exists:
-            with cache.catalog.read() as connection:
-                _refuse_another(connection, id, redact(url))
-
-    def restore(self, cache: CacheDir, id: str, scratch: Path) -> None:
-        """Take the source from the node that is farthest with it, where it has grown: listed again it would have other
-        numbers."""
-        has = [node for node in self._crew.nodes if node.looked["segments"]]
-        if not has:
-            return
-        first = max(has, key=lambda node: (node.looked["source"]["units"], node.looked["source"]["pass_number"]))
-        row = SourceRow.from_json(first.looked["source"])
-        make_folder(listing := scratch / "listing")
-        self._crew.fetch_listing(first, id, listing)
-        cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
-        cache.add_source(replace(row, parts=(), skipped=0), listing, new=True)
-
-    def draw(self, cache: CacheDir, pull_job: PullJob, report: Report) -> PullResult:
-        """Open the job in the catalog of the whole, run it on all nodes, close it."""
-        holder, options = cache.holder, pull_job.options
-
-        def begin(connection: Connection) -> tuple[str, SourceRow]:
-            holder.register(connection)
-            _refuse_another(connection, pull_job.id, pull_job.prepared.url)  # that began meanwhile
-            bind(connection, pull_job.id, pull_job.prepared.url, replicate=self._replicate)
-            # Those that are not here are lost.
-            placing.lose_others(connection, pull_job.id, [node.name for node in self._crew.nodes])
-            wanted, room = pull_job.wanted, options.room
-            return draws.open_job(
-                connection, pull_job.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
+        def heard(_: int, message: Message) -> None:
+            self._report(
+                Progress("list", message["listed"]) if "listed" in message
+                else Progress("schema", 0, message["probing"])
             )  # fmt: skip
 
-        job, source = edged(cache.catalog, cache.layout, begin)
-        kind = Replicate if self._replicate else Split
-        work = kind(self._crew, cache, pull_job, job, source, self._size, report)
-        try:
-            return work.run()
-        except Interrupted:
-            raise
-        except CacheToolError as error:
-            cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
-            raise
-        finally:
-            self._crew.stop()
-            with cache.catalog.write() as connection:
-                placing.release(connection, job)
-                if not any(node.tally.samples or node.looked["drawn"] for node in self._crew.all):
-                    unbind(connection, pull_job.id)
-            edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
+        with LocalEngine() as local:
+            (message,) = local.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], heard)
+        prepared = Prepared.from_json(message)
+        for name, units, identity in prepared.change.segments if prepared.change is not None else ():
+            os.rename(self._scratch / name, self._listing / name)
+            prepared = replace(prepared, units=units, identity=identity)
+        self._options = replace(options, seed=seed, order="sequential" if sequential else "random")
+        return prepared
+
+    def _fetch(self, member: _Member) -> None:
+        """Copy the listing of the source from the cache of a node."""
+
+        def heard(message: Message) -> None:
+            names = [Name(name) for name in message["name"].split("/")]
+            write_piece(self._listing, names, message["at"], memoryview(base64.b64decode(message["piece"])))
+
+        run = self._engine.start(member.host, self._task("listing", member), heard)
+        self._ended([run])
+        if run.error is not None:
+            raise of_node(member.name, run.error) from run.error
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _settle(self, prepared: Prepared) -> None:
+        """Decide the number of parts, the format and size of shards, and how far is to be drawn."""
+        rows = [row for member in self._nodes if (row := member.source) is not None]
+        for member in self._nodes:
+            row = member.source
+            if row is not None and (row.seed, row.sequential) != (rows[0].seed, rows[0].sequential):
+                raise UsageError(
+                    f"node {member.name} draws {row.url} with another --seed or --order than the others; give its cache"
+                    " an empty folder, or draw into another --dataset"
+                )
+        cuts = [row.cut for row in rows if row.cut > 1]
+        if not self._replicate:
+            self._cut = max(cuts, key=cuts.count) if cuts else _PARTS * len(self._members)
+        for member in self._nodes:
+            self._refuse_cut(member)
+        self._units = prepared.units
+        self._per_unit, options = prepared.per_unit, self._options
+        kinds = [member.looked["format"] for member in self._nodes if member.looked["format"]]
+        changes: dict[str, Any] = {"to": options.to or (kinds[0] if kinds else None)}
+        if self._replicate:  # the same shards on every node
+            cap = min(member.looked["cap"] for member in self._nodes)
+            changes |= {"shard_size": str(shard_bytes(cap, options)), "first_shard_after": "0s"}
+        self._options = replace(options, **changes, part="0/1", parts=None, repart=True, refresh=False)
+        self._pass = max((row.pass_number for row in rows), default=0)
+        if options.samples is None:
+            self._upto = self._units
+        else:
+            grown = any(row.units != self._units for row in rows)
+            self._next_pass = bool(rows) and not grown and all(self._left(member) == 0 for member in self._nodes)
+            self._pass += self._next_pass
+            self._upto = self._reach(-(-options.samples // self._per_unit))
+
+    def _aim(self) -> int | None:
+        """Samples that all nodes have to draw for it with the parts that they have now; None without an end."""
+        if self._options.follow:
+            return None
+        left = 0
+        for member in self._nodes:
+            source, done = member.source, dict[int, int]()
+            if source is not None and source.cut == self._cut and not self._next_pass:
+                done = {part: drawn for part, _, drawn in member.looked["parts"]}
+            left += sum(max(0, part_size(self._upto, part, self._cut) - done.get(part, 0)) for part in member.parts)
+        return left * self._per_unit
+
+    def _refuse_cut(self, member: _Member) -> None:
+        """Raise :class:`UsageError` for a cache that would lose samples by another cut."""
+        source = member.source
+        if source is None or source.cut == self._cut or self._may_release:
+            return
+        if not any(samples for _, samples, _ in member.looked["parts"]):
+            return
+        if self._replicate or source.cut == 1:
+            drawn = "in parts" if self._replicate else "whole, as one machine draws it"
+            raise UsageError(
+                f"the cache of node {member.name} has {source.url} {drawn}; go on with"
+                f" --placement {PLACEMENTS[not self._replicate]},\n"
+                "draw into another --dataset, or let its samples go with --repart"
+            )
+        raise UsageError(
+            f"the cache of node {member.name} has {source.url} in {source.cut} parts, the others in {self._cut};\n"
+            "give it an empty folder, or let its samples go with --repart"
+        )
+
+    def _left(self, member: _Member) -> int:
+        """Draws that are left of the present pass of a node that has the source; -1 of one that does not."""
+        source = member.source
+        if source is None or source.cut != self._cut:
+            return -1
+        return source.size - int(sum(done for _, _, done in member.looked["parts"]))
+
+    def _done(self) -> dict[int, int]:
+        """Draws of each part that are done, wherever it is; of replicas those of the one that is farthest."""
+        done: dict[int, int] = {}
+        for member in self._nodes:
+            source = member.source
+            if source is not None and source.cut == self._cut and not self._is_behind(member):
+                for part, _, drawn in member.looked["parts"]:
+                    done[part] = max(drawn, done.get(part, 0))
+        return done
+
+    def _is_behind(self, member: _Member) -> bool:
+        """Whether a replica is in an earlier pass than others."""
+        return self._replicate and member.source is not None and member.source.pass_number < self._pass
+
+    def _reach(self, draws: int) -> int:
+        return reach_of(self._cut, {} if self._next_pass else self._done(), self._units, draws)
+
+    def _deal(self) -> None:
+        """Deal the parts; nodes that lose some give them up before others get them."""
+        self._is_changed = False
+        members = {member.name: member for member in self._nodes}
+        if self._replicate:
+            for member in members.values():
+                member.parts = {0}
+            return
+        held = {name: member.held(self._cut) for name, member in members.items()}
+        dealt = deal(self._cut, held, most=MOST_PARTS)
+        if lacking := self._cut - sum(map(len, dealt.values())):
+            raise UsageError(
+                f"{count(lacking, 'part')} of {self._cut} find no place: a cache draws {MOST_PARTS} at most;"
+                " add nodes, or draw into another --dataset"
+            )
+        before = {name: set(held[name].parts) for name in members}
+        fewer = [member for name, member in members.items() if before[name] - dealt[name]]
+        self._assign(fewer, {member.name: before[member.name] & dealt[member.name] for member in fewer})
+        more = [member for name, member in members.items() if dealt[name] - before[name]]
+        self._assign([member for member in more if member.run is not None and before[member.name]], dealt)
+        for member in members.values():
+            gains = dealt[member.name] - before[member.name] - (member.parts if member.full else set())
+            member.parts = dealt[member.name]
+            member.is_due = member.is_due or bool(gains)
+
+    def _assign(self, members: Iterable[_Member], dealt: Mapping[str, set[int]]) -> None:
+        """Have caches draw other parts. The pulls into them go on, and a further one comes after those."""
+        runs = []
+        for member in members:
+            task = self._task("assign", member, url=self._url, parts=sorted(dealt[member.name]))
+            runs.append(self._engine.start(member.host, task))
+        self._ended(runs)
+        for run in runs:
+            if run.error is not None and not isinstance(run.error, NodeLost):  # that is found by what else runs there
+                raise of_node(run.node.name, run.error) from run.error
+            self._released += (run.result or {}).get("released", 0)
+
+    # -- pulls on the nodes ------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the pulls that are due."""
+        if not any(member.is_due and member.run is None and member.parts for member in self._nodes):
+            return
+        self._share_rate()
+        due = [member for member in self._nodes if member.is_due and member.run is None and member.parts]
+        lack = [member.host for member in due if member.host.id not in self._listings]
+        if lack:
+            self._listings |= self._engine.send(lack, self._listing.parent)
+        seconds = max(0.2, len(self._members) / _REPORTS)
+        for member in due:
+            options = replace(
+                self._options,
+                part=f"{','.join(map(str, sorted(member.parts)))}/{self._cut}",
+                listing=self._listings.get(member.host.id),
+            )
+            if options.samples is not None:
+                first = self._is_behind(member) and self._left(member) > 0  # the rest of that pass
+                options = replace(options, samples=(self._units if first else self._upto) * self._per_unit)
+            pace_file = self._paces.get(member.host.id)
+            task = self._task(
+                "draw", member, **self._size, url=self._url, options=options.to_json(),
+                next_pass=self._next_pass or self._is_behind(member), pace=pace_file, seconds=seconds,
+            )  # fmt: skip
+            member.run, member.is_due = self._engine.start(member.host, task, self._heard(member)), False
+
+    def _heard(self, member: _Member) -> Callable[[Message], None]:
+        def heard(message: Message) -> None:
+            if "line" in message:
+                self._notify(f"node {member.name}: {message['line']}")
+                return
+            member.progress = Progress(**message)
+
+        return heard
+
+    def _tell(self) -> None:
+        drawing = [member.progress for member in self._nodes if member.progress is not None]
+        steps = [step for step in drawing if step.phase == "pull"]
+        total = {name: sum(getattr(step, name) for step in steps) for name in _SUMMED}
+        ended = sum(member.sum("samples") for member in self._nodes)
+        note = next((step.note for step in steps if step.note), "")
+        self._report(Progress("pull", ended + sum(step.done for step in steps), self._target, note=note, **total))
+
+    def _share_rate(self) -> None:
+        """Give each node an equal part of --max-rate, anew whenever there are more or fewer of them."""
+        if self._options.max_rate is None or self._members.keys() == self._paces.keys():
+            return
+        at, share = shared(1 / len(self._members))
+        self._paces = {}
+        for member in self._nodes:
+            try:
+                self._paces[member.host.id] = self._engine.write(member.host, "pace", at, share)
+            except CacheToolError as error:
+                if not member.is_late or member.run is not None:
+                    raise of_node(member.name, error) from error
+                self._leave_out(member.host, error)
+                self._paces = {}
+                self._share_rate()  # among those who are left
+                return
+
+    def _step(self) -> None:
+        """Take in what the nodes say, and what became of their pulls."""
+        time.sleep(len(self._members) / 5000)  # of many nodes several are heard at once
+        self._engine.wait()
+        self._tell()
+        for member in self._nodes:
+            run = member.run
+            if run is None or not run.ended:
+                continue
+            member.run, member.progress = None, None
+            if isinstance(run.error, NodeLost):
+                self._lose(member, run.error)
+            elif run.error is not None and member.is_late and not member.results:
+                self._leave_out(member.host, run.error)
+            elif run.error is not None:
+                self._take(self._look([member.host for member in self._nodes]))
+                self._refuse_shared()
+                raise of_node(member.name, run.error) from run.error
+            else:
+                answer = run.result or {}
+                member.results.append(answer["result"])
+                member.full = answer["full"]
+                member.is_due = member.is_due and not member.full
+
+    def _more(self) -> bool:
+        """Whether more is to be drawn although no pull runs: parts of full nodes by others, or draws that make up for
+        those that gave no sample."""
+        self._take(self._look([member.host for member in self._nodes]))
+        self._refuse_shared()
+        if self._replicate and self._options.samples is not None:
+            for member in self._nodes:
+                if member.source is None:
+                    continue
+                place = member.source.pass_number, self._left(member)
+                member.is_due = self._is_behind(member) and place != member.place and not member.full
+                member.place = place
+        else:
+            self._deal()
+        if any(member.is_due and member.parts for member in self._nodes):
+            return True
+        samples, wanted = self._samples_so_far, self._options.samples
+        if any(member.full for member in self._nodes) or wanted is None or samples >= wanted or self._lost:
+            return False
+        self._next_pass = False
+        upto = self._reach(max(1, (wanted - samples) // self._per_unit))
+        if upto <= self._upto:
+            return False
+        self._upto = upto
+        for member in self._nodes:
+            member.is_due = True
+        return True
+
+    # -- what it came to ---------------------------------------------------------------------------------------------
+
+    @property
+    def _samples_so_far(self) -> int:
+        counts = [member.sum("samples") for member in self._nodes]
+        return min(counts) if self._replicate else sum(counts)
+
+    def _result(self, prepared: Prepared) -> PullResult:
+        options, nodes = self._options, self._nodes
+        full = [member for member in nodes if member.full]
+        samples = self._samples_so_far
+        complete = all(self._left(member) == 0 for member in nodes if member.parts)
+        if full and options.evicts and not complete and (options.samples is None or samples < options.samples):
+            asked = prepared.samples if options.samples is None else options.samples
+            raise CapBlocked(
+                f"stopped at the cap with {samples} of {asked} samples: {count(len(full), 'node')} full;"
+                f" {full[0].name}: {full[0].full};\nraise --max-size, the cap of each node, or add nodes"
+            )
+        results = [result for member in nodes for result in member.results]
+        left_out, notes = notes_of(prepared.left_out)
+        change = prepared.change
+        rows = [member.row("full" if member.full else "") for member in nodes]
+        rows += [member.row("lost") for member in self._lost]
+        return PullResult(
+            source=prepared.url,
+            dataset=options.dataset,
+            format=next((result["format"] for result in results), options.to or "lmdb"),
+            seed=options.seed or 0,
+            samples=samples,
+            skipped=sum(result["skipped"] for result in results),
+            skipped_examples=tuple(example for result in results for example in result["skipped_examples"])[:20],
+            bytes=sum(result["bytes"] for result in results),
+            fetched=sum(result["fetched"] for result in results),
+            shards=sum(result["shards"] for result in results),
+            evicted_shards=sum(result["evicted_shards"] for result in results),
+            seconds=round(time.monotonic() - self._began, 3),
+            pass_complete=complete,
+            reason=why_ended(samples, options.samples, complete=complete, full=bool(full)),
+            warning=next((result["warning"] for result in results if result["warning"]), ""),
+            left_out=left_out,
+            left_out_counts=dict(prepared.left_out_counts),
+            notes=notes,
+            of_objects=not (self._listing / TABLE_FILE).exists(),
+            added=change.added if change else 0,
+            vanished=change.vanished if change else 0,
+            vanished_examples=change.names if change else (),
+            listing=prepared.identity,
+            cut=self._cut,
+            released=sum(result["released"] for result in results) + self._released,
+            parts=tuple(sorted(part for member in nodes for part in member.parts)) if not self._replicate else (0,),
+            nodes=tuple(sorted(rows, key=lambda row: str(row["node"]))),
+        )
 
 
-def _refuse_another(connection: Connection, id: str, url: str) -> None:
-    if connection.execute("SELECT 1 FROM jobs WHERE source = ?", (id,)).fetchone():
-        raise UsageError(f"another pull over these nodes draws from {url} at this moment; wait for its end")
+_SUMMED = ("bytes", "flying", "retries", "used", "cap", "evicted", "shards")

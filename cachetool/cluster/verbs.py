@@ -22,11 +22,11 @@ from typing import Any
 from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cluster.spread import of_node
 from cachetool.core.errors import CacheToolError, Interrupted, UsageError, from_json, to_json
-from cachetool.core.nodes import address_option, cache_of, driver_cache
+from cachetool.core.nodes import address_option, cache_of
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.proc.task import Channel, Message, Task
 
-__all__ = ["NodeResults", "Outcome", "on_nodes", "run_here", "sources"]
+__all__ = ["NodeResults", "Outcome", "on_nodes", "reporting", "run_here"]
 
 _REPORT_SECONDS = 0.2
 """Seconds between two messages of progress of a node."""
@@ -93,6 +93,24 @@ class NodeResults:
             total["missing"] = sum(row["draws"] for result in results for row in result["missing"])
         return total
 
+    def sources(self) -> list[dict[str, Any]]:
+        """Sources of all nodes, as :attr:`cachetool.cache.stats.Stats.sources`; of one that is cut into parts, which
+        are on several nodes, their sum, of others what the node has that has least."""
+        merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in (row for result in self.results.values() for row in result["sources"]):
+            known = merged.setdefault((row["url"], row["dataset"], row["listing"], row["seed"], row["cut"]), row)
+            if known is row:
+                continue
+            if row["cut"] == 1:
+                known |= min(known, row, key=lambda row: (row["pass"], row["drawn"]))
+                continue
+            known |= {name: known[name] + row[name] for name in ("units", "drawn", "skipped", "fetched", "served")}
+            known |= {"pass": min(known["pass"], row["pass"]), "parts": sorted({*known["parts"], *row["parts"]})}
+        for row in merged.values():
+            row["coverage"] = row["drawn"] / row["units"] if row["units"] else 0.0
+            row["reuse"] = row["served"] / row["fetched"] if row["fetched"] else None
+        return list(merged.values())
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: ``nodes`` by their names, and ``sum``."""
         return {"nodes": {outcome.node: outcome.as_dict() for outcome in self.outcomes}, "sum": self.total()}
@@ -153,18 +171,6 @@ def _refuse_shared(cache: str, places: Mapping[str, Sequence[object]]) -> None:
             )
 
 
-def sources(cache: str | None, dataset: str | None = None) -> list[dict[str, Any]]:
-    """What the pulls of all nodes have drawn of each source, as :attr:`cachetool.cache.stats.Stats.sources`; empty
-    where no pull over nodes was started from this machine."""
-    from cachetool.cache import open_cache
-
-    root = Path(driver_cache(str(root_of(cache).absolute())))
-    if not Layout(root).marker.is_file():
-        return []
-    with open_cache(root, create=False) as opened:
-        return [source for source in opened.stats().sources if dataset in (None, source["dataset"])]
-
-
 def _outcome(node: str, answer: Message) -> Outcome:
     if "result" in answer:
         return Outcome(node, answer["result"])
@@ -207,21 +213,22 @@ def run_here(channel: Channel, *, verb: str, cache: str, arguments: Message) -> 
     status = os.stat(cache)
     place = {"place": [socket.gethostname(), status.st_dev, status.st_ino]}
     try:
-        return place | {"result": _VERBS[verb](cache, arguments, _telling(channel))}
+        return place | {"result": _VERBS[verb](cache, arguments, reporting(channel))}
     except Interrupted:
         raise
     except CacheToolError as error:
         return place | {"failed": to_json(error), "done": getattr(error, "done", "")}
 
 
-def _telling(channel: Channel) -> Report:
-    last = 0.0
+def reporting(channel: Channel, *, seconds: float = _REPORT_SECONDS) -> Report:
+    """A function that sends progress through ``channel``: each new phase, and at most once in so many seconds."""
+    last, phase = 0.0, ""
 
     def tell(progress: Progress) -> None:
-        nonlocal last
+        nonlocal last, phase
         now = time.monotonic()
-        if now - last >= _REPORT_SECONDS or progress.done == progress.total:
-            last = now
+        if now - last >= seconds or progress.done == progress.total or progress.phase != phase:
+            last, phase = now, progress.phase
             channel.send(asdict(progress))
 
     return tell

@@ -2,8 +2,8 @@
 
 ::
 
-    --cache /data/{node}     node a: /data/a    node b: /data/b    the catalog of the whole: /data/driver
-    --cache /data/cache      every node: /data/cache               the catalog of the whole: /data/cache.driver
+    --cache /data/{node}     node a: /data/a    node b: /data/b
+    --cache /data/cache      every node: /data/cache
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 
 from cachetool.core.errors import UsageError
 
-__all__ = ["DRIVER", "LABEL", "PLACE", "Node", "address_option", "cache_of", "driver_cache", "namesakes", "node_of"]
+__all__ = ["LABEL", "PLACE", "Node", "address_option", "cache_of", "namesakes", "node_of"]
 
 PLACE = "{node}"
 """In the name of a cache folder: where the node's name goes."""
 LABEL = "cachetool.node"
 """The label of a Ray node that names it: ``ray start --labels cachetool.node=NAME``."""
-DRIVER = "driver"
 
 _PART = re.compile(r"[\w.-]+", flags=re.ASCII)
 _ADDRESS = re.compile(r"[\d.]+|[\da-fA-F:.]*:[\da-fA-F:.]*")
@@ -38,7 +37,6 @@ class Node:
     name: str
     """The same when it comes back; can be one part of a path."""
     address: str
-    cpus: int
 
 
 def node_of(row: Mapping[str, Any]) -> Node:
@@ -49,12 +47,11 @@ def node_of(row: Mapping[str, Any]) -> Node:
     if not name and not _ADDRESS.fullmatch(given):  # without a name Ray calls it by its address
         name = given
     name = name or str(row.get("NodeManagerHostname") or "") or address
-    if not _PART.fullmatch(name) or name in (".", "..", DRIVER):
+    if not _PART.fullmatch(name) or name in (".", ".."):
         raise UsageError(
             f"a node is called {name!r}, which cannot name a folder of its own; start it with: ray start --node-name"
         )
-    cpus = int((row.get("Resources") or {}).get("CPU", 1))
-    return Node(str(row["NodeID"]), name, address, max(1, cpus))
+    return Node(str(row["NodeID"]), name, address)
 
 
 def address_option(address: str | None) -> str:
@@ -70,8 +67,3 @@ def namesakes(nodes: Iterable[Node]) -> dict[str, int]:
 def cache_of(cache: str, node: Node) -> str:
     """The cache folder of a node."""
     return cache.replace(PLACE, node.name)
-
-
-def driver_cache(cache: str) -> str:
-    """The folder of the catalog that knows of all nodes: a cache without shards, where the command runs."""
-    return cache.replace(PLACE, DRIVER) if PLACE in cache else f"{cache.rstrip('/')}.{DRIVER}"

@@ -17,7 +17,7 @@ import dataclasses
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache, wraps
 from typing import (
@@ -60,6 +60,7 @@ __all__ = [
     "choice",
     "declared",
     "takes",
+    "unknown_option",
 ]
 
 _P = ParamSpec("_P")
@@ -140,6 +141,13 @@ def _declared(options: type[Options]) -> Mapping[str, Declared]:
     return found
 
 
+def unknown_option(name: str, names: Iterable[str]) -> UsageError:
+    """The error about an option that is none of these ``names``, with the one that is meant."""
+    near = difflib.get_close_matches(name, names := list(names), 1)
+    hint = f"do you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
+    return UsageError(f"unknown option {name!r}; {hint}")
+
+
 def declared(options: type[Options]) -> Mapping[str, Declared]:
     """The options of a class by name, its own before those of its base class."""
     return _declared(options)  # type: ignore[arg-type] # mypy takes the hash of a class for that of its values
@@ -175,9 +183,7 @@ class Options:
             if name not in names:
                 if name in cls.elsewhere:
                     raise UsageError(f"there is no {name}= here; {cls.elsewhere[name]}")
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"do you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
-                raise UsageError(f"unknown option {name!r}; {hint}")
+                raise unknown_option(name, names)
         for name, about in names.items():
             if about.default is MISSING and name not in given:
                 raise UsageError(f"{about.flag} is missing: {about.option.help}")

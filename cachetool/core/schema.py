@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -96,7 +96,7 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
     what is no name and for one that comes twice."""
     try:
-        listed = (names,) if isinstance(names, str) else tuple(names)
+        listed = (names,) if isinstance(names, str) else () if isinstance(names, Mapping) else tuple(names)
     except TypeError:
         listed = ()
     if not listed or not all(isinstance(name, str) for name in listed):

@@ -24,10 +24,12 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.own_parts import refuse_beside
 from cachetool.cache.stats import (
     FAILED,
     STOPPED,
@@ -39,7 +41,7 @@ from cachetool.cache.stats import (
     take_over,
 )
 from cachetool.cache.unmaking import leaving_nothing
-from cachetool.core.errors import CacheToolError, Interrupted, SourceError
+from cachetool.core.errors import CacheToolError, Interrupted, SourceError, UsageError
 from cachetool.core.options import takes
 from cachetool.core.progress import Progress
 from cachetool.proc.disk import parse_location
@@ -91,6 +93,9 @@ class BackgroundPull:
             _ = opened.holder  # on disk, with the cap it was opened with in force
             root = opened.root.resolve()
             self._cache = CacheDir(root)
+            with self._cache.catalog.write() as connection:
+                self._cache.holder.register(connection)
+            asked = replace(asked, trainer=self._cache.holder.id)
             arguments = {"root": str(root), "url": url, "options": asked.to_json()}
             self._child: Child | None = Child(Task("cachetool.pull.background:follow", arguments))
             try:
@@ -210,8 +215,12 @@ def follow(channel: Channel, *, root: str, url: str, options: Message) -> Messag
     asked = PullOptions.from_json(options)
     with CacheDir(Path(root)) as cache:
         desk = _Desk(cache, source_id(url, asked), channel)
-        desk.await_turn(url, asked.dataset)
         failure: str | None = None
+        try:
+            desk.await_turn(url, asked)
+        except UsageError as error:
+            desk.warn(url, error)
+            raise
         try:
             pull_on(
                 cache, url, asked,
@@ -220,9 +229,7 @@ def follow(channel: Channel, *, root: str, url: str, options: Message) -> Messag
         except Interrupted:
             raise
         except Exception as error:
-            if not desk.starting:
-                failure = str(error)
-                sys.stderr.write(f"warning: the background pull of {redact(url)} ended: {failure}\n")
+            failure = desk.warn(url, error)
             raise
         finally:
             desk.leave(failure)
@@ -248,17 +255,27 @@ class _Desk:
         answered = self._answered
         return not self._left and (answered is None or time.monotonic() - answered < PATIENCE)
 
-    def await_turn(self, url: str, dataset: str) -> None:
-        """Come back when this process is the one that pulls."""
+    def warn(self, url: str, error: Exception) -> str | None:
+        """Say on stderr what ends the pull, unless the trainer still waits and raises that; return what was said."""
+        if self.starting:
+            return None
+        sys.stderr.write(f"warning: the background pull of {redact(url)} ended: {error}\n")
+        return str(error)
+
+    def await_turn(self, url: str, asked: PullOptions) -> None:
+        """Come back when this process is the one that pulls. Raises :class:`UsageError` when the one that does draws
+        another share of the source: its turn does not end."""
         cache, since = self._cache, time.time()
         while True:
             cache.recover()
             with cache.catalog.write() as connection:
                 failed = failure_since(connection, self._source, since)
                 if failed is None and take_over(
-                    connection, self._source, url=redact(url), dataset=dataset, holder=cache.holder
+                    connection, self._source, url=redact(url), dataset=asked.dataset, holder=cache.holder
                 ):
                     return
+                if failed is None and asked.share is not None:
+                    refuse_beside(connection, cache.root, self._source, asked.share)
             if failed is not None:
                 raise SourceError(f"the pull of another process failed: {failed}")
             self._enter("waits")

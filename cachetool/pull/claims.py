@@ -1,11 +1,4 @@
-"""Where a sampler's positions come from, and to whom it tells what became of them.
-
-::
-
-    Own       the catalog of the cache that it fills                     one machine
-    Handed    a coordinator that all nodes ask (cluster.coordinator)   several; the coordinator claims by Own itself
-
-A claim is committed in the cache that it was drawn into in either case; of several caches one more catalog knows all.
+"""Claims of one worker, out of the catalog of the cache that it fills.
 
 A further pass goes around what the cache still has of the earlier ones, so that no snapshot has a sample twice.
 
@@ -22,24 +15,20 @@ One that was damaged is drawn again as what it was, a draw of an earlier pass; t
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Claim, SourceRow, draws
-from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import copies, job_row, promised
-from cachetool.core.ranges import Ranges, pairs, positions, total
-from cachetool.proc.task import Asking
+from cachetool.core.ranges import Ranges, positions, total
 from cachetool.sources.base import Source
 from cachetool.sources.order import DrawOrder, PartOrder
 
-__all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass"]
+__all__ = ["Cached", "Claims", "Done", "order_of_pass"]
 
 
 MOST_RUNS = 512
@@ -146,46 +135,9 @@ class Done:
     """Those that are still open: what came behind them is done."""
 
 
-class Claims(Protocol):
-    """Used by one sampler, in one thread."""
-
-    samples: Source | None
-    """The source as the newest claim needs it; None before the first."""
-
-    def take(self) -> Claim | float | None:
-        """The next claim; or for how many seconds to wait before asking again; or None at the end."""
-        ...
-
-    def ahead(self) -> Claim | None:
-        """The next claim while this one is at its end; None where there is none now, or the source has changed."""
-        ...
-
-    def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
-        """Which of a claim's units need no fetch, since an earlier pass brought them and they did not go since."""
-        ...
-
-    def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
-        """Count positions as done, inside the transaction that commits their samples."""
-        ...
-
-    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
-        """What was committed just now, and in which shard, for whoever keeps the books of several caches."""
-        ...
-
-    def unused(self) -> tuple[int, int]:
-        """How many draws of the pull could not be used, of how many."""
-        ...
-
-    def give_back(self) -> None:
-        """Open the claims that are not done; let go of the source."""
-        ...
-
-
-class Own:
-    """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
-
-    ``note`` is called with each claim, inside the transaction that made it.
-    """
+class Claims:
+    """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then. Used by
+    one thread."""
 
     def __init__(
         self,
@@ -197,21 +149,17 @@ class Own:
         most: int,
         follow: bool = False,
         reopened: bool = False,
-        holder: str | None = None,
-        note: Callable[[Connection, Claim], None] | None = None,
     ) -> None:
         self._cache, self._open, self._job = cache, open, job
-        self.most = most
-        """Draws of a claim."""
-        self._follow, self._reopened, self._note = follow, reopened, note
-        self._holder = cache.holder.id if holder is None else holder
-        self._source = source
+        self._most = most
+        self._follow, self._reopened, self._source = follow, reopened, source
         self.samples: Source | None = None
-        self.cached = Cached()
+        """The source as the newest claim needs it; None before the first."""
+        self._cached = Cached()
         self._limits: dict[tuple[int, int, int, int], int] = {}
         self._row = cache.source(source)
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Most of the work of a claim, before others must wait for it."""
         if self._row is None:
             return
@@ -220,24 +168,25 @@ class Own:
                 self.samples.close()  # it has grown
             self.samples = self._open(self._row)
         with self._cache.catalog.read() as connection:
-            self.cached.look(connection, self.samples, self._row)
+            self._cached.look(connection, self.samples, self._row)
 
     def take(self) -> Claim | float | None:
-        """As :meth:`Claims.take`; with ``follow`` the next pass begins when this one is complete."""
+        """Make the next claim; or say for how many seconds to wait before asking again; None at the end. With
+        ``follow`` the next pass begins when this one is complete."""
         while self._row is not None:
-            self.look()
+            self._look()
             assert self.samples is not None
             with self._cache.catalog.write() as connection:
                 self._cache.holder.register(connection)
                 now, self._row = self._row, draws.source_row(connection, self._source)
                 if self._row is None or self._row.units != now.units:
                     continue
-                self.cached.look(connection, self.samples, self._row)
+                self._cached.look(connection, self.samples, self._row)
                 claim = self._claim(connection)
                 if claim is not None:
                     return claim
                 is_idle = self._follow and (
-                    self.cached.all_there(connection, self.samples, self._row) or draws.idle(connection, self._source)
+                    self._cached.all_there(connection, self.samples, self._row) or draws.idle(connection, self._source)
                 )
                 if self._follow and not is_idle:
                     draws.begin_next_pass(connection, self._source)
@@ -249,24 +198,21 @@ class Own:
         return None
 
     def ahead(self) -> Claim | None:
-        """As :meth:`Claims.ahead`."""
+        """Make the next claim while this one is at its end; None where there is none now, or the source has changed."""
         assert self.samples is not None
         with self._cache.catalog.write() as connection:
             now = draws.source_row(connection, self._source)
             if now is None or now.units != self.samples.units:
                 return None
             self._row = now
-            self.cached.look(connection, self.samples, now)
+            self._cached.look(connection, self.samples, now)
             return self._claim(connection)
 
     def _claim(self, connection: Connection) -> Claim | None:
-        claim = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, limit=self._limit,
-            reopened=self._reopened,
+        return draws.claim(
+            connection, self._job, holder=self._cache.holder.id, most=self._most, stop_at=self._claim_end,
+            limit=self._limit, reopened=self._reopened,
         )  # fmt: skip
-        if claim is not None and self._note is not None:
-            self._note(connection, claim)
-        return claim
 
     def _claim_end(self, pass_number: int, part: int, start: int, stop: int) -> int:
         assert self._row is not None
@@ -274,7 +220,7 @@ class Own:
         order = order_of_pass(self.samples, self._row, pass_number, part)
         if pass_number != self._row.pass_number:
             return order.unit_end(start, stop)
-        return self.cached.reach(order, start, stop, end=len(order))
+        return self._cached.reach(order, start, stop, end=len(order))
 
     def _limit(self, part: int, upto: int) -> int:
         """Positions of a part that are among the first ``upto`` of the source."""
@@ -286,127 +232,30 @@ class Own:
         return self._limits[key]
 
     def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
-        """As :meth:`Claims.there`."""
+        """Mark those of a claim's units that need no fetch: an earlier pass brought them, and they did not go since."""
         # Of an earlier pass: reopened draws. The present pass goes around them, so nobody else has them.
         return (
-            self.cached.among(units)
+            self._cached.among(units)
             if claim.pass_number == claim.source.pass_number
             else np.zeros(len(units), dtype=np.bool_)
         )
 
     def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
-        """As :meth:`Claims.finish`."""
+        """Count positions as done, inside the transaction that commits their samples."""
         draws.finish(
             connection, self._job, claim, done.upto,
             samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched, gaps=done.gaps,
         )  # fmt: skip
 
-    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
-        """The catalog knows."""
-
     def unused(self) -> tuple[int, int]:
-        """As :meth:`Claims.unused`."""
+        """Count the draws of the pull that could not be used, and all of them."""
         with self._cache.catalog.read() as connection:
             job, row = job_row(connection, self._job), draws.source_row(connection, self._source)
             return job.skipped, job.skipped if row is None else max(job.skipped, draws.positions_done(connection, row))
 
     def give_back(self) -> None:
-        """As :meth:`Claims.give_back`."""
+        """Open the claims that are not done; let go of the source."""
         if self.samples is not None:
             self.samples.close()
         with self._cache.catalog.write() as connection:
-            draws.give_back(connection, self._holder, self._job)
-
-
-class Handed:
-    """Claims that a coordinator hands out; they are fenced by the row ``job`` of the node's own catalog."""
-
-    def __init__(self, channel: Asking, open: Callable[[SourceRow], Source], *, job: str, most: int) -> None:
-        self._channel, self._open, self._job, self._most = channel, open, job, most
-        self.samples: Source | None = None
-        self._there: dict[int, Ranges] = {}
-        """Of each claim that is not done, which positions need no fetch."""
-        self._tokens: dict[int, str] = {}
-        """By which word it was asked for."""
-        self._unused = 0, 0
-
-    def take(self) -> Claim | float | None:
-        """As :meth:`Claims.take`."""
-        # What was claimed is known by this word: the coordinator may be asked twice, when it died before it answered.
-        token = secrets.token_hex(8)
-        asked = {"what": "claim", "token": token, "word": self._job, "most": self._most}
-        answer = self._channel.ask(asked)
-        if "claim" not in answer:
-            return answer.get("wait")
-        value = answer["claim"]
-        claim = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
-        if self.samples is None or self.samples.units != claim.source.units:
-            if self.samples is not None:
-                self.samples.close()  # it has grown
-            self.samples = self._open(claim.source)
-        self._tokens[claim.id] = token
-        self._there[claim.id] = pairs(answer["there"])
-        return claim
-
-    def ahead(self) -> Claim | None:
-        """As :meth:`Claims.ahead`."""
-        claim = self.take()
-        return claim if isinstance(claim, Claim) else None
-
-    def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
-        """As :meth:`Claims.there`."""
-        flags = np.zeros(len(units), dtype=np.bool_)
-        for start, stop in self._there[claim.id]:
-            flags[start - claim.start : stop - claim.start] = True
-        return flags
-
-    def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
-        """As :meth:`Claims.finish`."""
-        share.settle(
-            connection, self._job, claim, done.upto, done.start,
-            samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched,
-        )  # fmt: skip
-
-    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
-        """As :meth:`Claims.tell`."""
-        answer = self._channel.ask(
-            {
-                "what": "finish",
-                "claim": claim_json(claim),
-                "token": self._tokens[claim.id],
-                "upto": done.upto,
-                "ranges": done.ranges,
-                "draws": done.draws,
-                "skipped": done.skipped,
-                "vanished": done.vanished,
-                "fetched": done.fetched,
-                "shard": shard,
-                "samples": samples,
-            }
-        )
-        self._unused = answer["skipped"], answer["drawn"]
-        if done.upto >= claim.stop:
-            del self._there[claim.id], self._tokens[claim.id]
-
-    def unused(self) -> tuple[int, int]:
-        """As :meth:`Claims.unused`."""
-        return self._unused
-
-    def give_back(self) -> None:
-        """As :meth:`Claims.give_back`."""
-        if self.samples is not None:
-            self.samples.close()
-        if self._tokens:
-            self._channel.ask({"what": "back", "claims": list(self._tokens.items())})
-
-
-def claim_json(claim: Claim) -> dict[str, object]:
-    """A claim as plain values, from which it is made again by its fields."""
-    return {
-        "id": claim.id,
-        "pass_number": claim.pass_number,
-        "start": claim.start,
-        "stop": claim.stop,
-        "source": claim.source.to_json(),
-        "reopened": claim.reopened,
-    }
+            draws.give_back(connection, self._cache.holder.id, self._job)

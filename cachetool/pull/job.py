@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from cachetool.cache import CacheDir, SourceRow
+from cachetool.cache import SourceRow
 from cachetool.core.permutation import part_size
-from cachetool.core.progress import Report
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format
 from cachetool.proc.task import Message, Task
@@ -19,7 +17,6 @@ from cachetool.pull.options import PullOptions
 __all__ = [
     "AT_ITS_END",
     "ListingChange",
-    "NodeCaches",
     "PrepareArguments",
     "Prepared",
     "PullJob",
@@ -45,17 +42,13 @@ class ListingChange:
     """Units that are gone, or have another content."""
     names: tuple[str, ...]
     """Keys of the first samples that vanished."""
-    units: int
-    """Units of the source with the new segment."""
-    identity: str
-    """Digest of the listing with the new segment."""
-    name: str
-    """Name of the new segment."""
+    segments: tuple[tuple[str, int, str], ...]
+    """Name of each new segment, and the units and the digest of the listing with it; empty where nothing changed."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """The change that ``asdict`` described."""
-        return cls(**{**value, "names": tuple(value["names"])})
+        return cls(**{**value, "names": tuple(value["names"]), "segments": tuple(map(tuple, value["segments"]))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +161,6 @@ class WorkerArguments:
     """In how many seconds the first shard is closed with what it has by then."""
     looked: str | None = None
     """Where that what was fetched before lies."""
-    handed: bool = False
-    """Claims are asked for through the channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,31 +244,6 @@ class PullJob:
         return Task("cachetool.pull.worker:draw", asdict(replace(arguments, **changes)))
 
 
-class NodeCaches(Protocol):
-    """Caches on other nodes, which the shards go to; ``cache`` has the catalog of the whole then."""
-
-    cap: int
-    """The least of theirs."""
-    format: str | None
-    """Of their newest shard."""
-
-    def source(self) -> SourceRow | None:
-        """The source as they know it, where they do."""
-        ...
-
-    def refuse(self, cache: CacheDir, id: str, url: str) -> None:
-        """Raise :class:`UsageError` when nothing may be drawn now; before anything of the source is changed."""
-        ...
-
-    def restore(self, cache: CacheDir, id: str, scratch: Path) -> None:
-        """Give the source to a catalog that lost it, where listing it again would not make it what it is there."""
-        ...
-
-    def draw(self, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
-        """As a pull into ``cache`` itself does."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PullResult:
     """What a pull came to."""
@@ -329,6 +295,8 @@ class PullResult:
     """Into how many parts the source is cut."""
     parts: tuple[int, ...] = ()
     """The parts of the source that this cache draws."""
+    released: int = 0
+    """Samples of other parts that went by ``--repart``."""
     nodes: tuple[dict[str, Any], ...] = ()
     """Of a pull over several nodes, a row for each: node, cache, samples, shards, bytes, fetched, evicted_shards, state
     (empty, ``full`` or ``lost``)."""

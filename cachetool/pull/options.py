@@ -36,11 +36,11 @@ from cachetool.sources.options import SourceOptions
 if TYPE_CHECKING:
     from cachetool.cache import Room
 
-__all__ = ["DrawOptions", "PullCall", "PullOptions", "ShardSize"]
+__all__ = ["MOST_PARTS", "DrawOptions", "PullCall", "PullOptions", "ShardSize"]
 
 _PART = re.compile(r"(\d{1,9}(?:,\d{1,9})*)/(\d{1,9})", flags=re.ASCII)
 _MOST_CUT = 10**6
-_MOST_PARTS = 128
+MOST_PARTS = 128
 """Parts of a source in one cache, at most: every shard's record lists them."""
 _LAUNCHERS = ("SLURM_NODEID", "SLURM_NNODES"), ("GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """The variables by which Slurm, and torchrun, say which node of how many this is: the index follows the disk, not the
@@ -97,8 +97,12 @@ def _part_of_node() -> str:
 
 def _listing(value: Any, *, what: str) -> str:
     from cachetool.proc.disk import parse_location
+    from cachetool.stores.redact import redact
 
-    return os.path.abspath(parse_location(value, what=what))
+    text = parse_location(value, what=what)
+    if "://" in text:
+        raise UsageError(f"--listing {shown(redact(text))} is a URL; name a folder that all nodes see")
+    return os.path.abspath(text)
 
 
 ShardSize = Annotated[
@@ -194,8 +198,8 @@ class DrawOptions(SourceOptions):
             from cachetool.sources.kinds import check_read_as
 
             check_read_as(self.read_as)
-        if self.part is None and (self.parts is not None or self.repart):
-            raise UsageError("--parts and --repart go with --part; add that, or leave them out")
+        if self.part is None and self.parts is not None:
+            raise UsageError("--parts goes with --part; add that, or leave it out")
         _ = self.share
         if self.start_early and self.label_from_folder == "int":
             raise UsageError(
@@ -236,9 +240,9 @@ class DrawOptions(SourceOptions):
         if not nodes <= cut <= _MOST_CUT:
             raise UsageError(f"--parts {cut} cannot be used for {nodes} nodes: {nodes} to {_MOST_CUT}")
         parts = sorted(part for number in numbers for part in range(number, cut, nodes))
-        if len(parts) > _MOST_PARTS:
+        if len(parts) > MOST_PARTS:
             raise UsageError(
-                f"--part {self.part} gives one cache {len(parts)} parts of {cut}, over {_MOST_PARTS}; lower --parts"
+                f"--part {self.part} gives one cache {len(parts)} parts of {cut}, over {MOST_PARTS}; lower --parts"
             )
         return cut, tuple(parts)
 
@@ -265,6 +269,8 @@ class PullOptions(DrawOptions):
     wait: RoomWait = "60s"
     reopened: bool = False
     """Only the reopened draws, which any pull draws first."""
+    trainer: str | None = None
+    """See :class:`~cachetool.cache.policies.Room`."""
 
     def _check(self) -> None:
         super()._check()
@@ -291,6 +297,7 @@ class PullOptions(DrawOptions):
             keep_own=not self.follow,
             wait=math.inf if self.follow else wait,
             renew=parse_fraction(self.renew),
+            trainer=self.trainer,
         )
 
 

@@ -17,7 +17,7 @@ from cachetool.cache.capping import least_cap
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.draws import Part
 from cachetool.cache.layout import Layout, cache_option
-from cachetool.cache.own_parts import refuse_loss
+from cachetool.cache.own_parts import is_same_share, refuse_loss
 from cachetool.cache.records import RANGE_BYTES
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapTooSmall, UsageError
@@ -104,10 +104,13 @@ def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
 def parts_of(cache: CacheDir, source: SourceRow | None, options: PullOptions) -> tuple[int, tuple[int, ...]]:
     """Into how many parts the source is cut, and which of them the cache is to draw. Raises :class:`UsageError` when
     the cache would lose samples, and for options that need a source in one part or a listing for all nodes."""
+    if options.repart and options.share is None:
+        raise UsageError("--repart goes with --part or --on ray; add one of them, or leave it out")
     cut, parts = options.share or (1, (0,))
     if source is not None:
-        if options.share is None:
-            cut, parts = source.cut, tuple(part.number for part in source.parts)
+        own = source.cut, tuple(part.number for part in source.parts)
+        if options.share is None or (is_same_share(own, options.share) and not options.repart):
+            cut, parts = own
         if not options.repart:
             with cache.catalog.read() as connection:
                 refuse_loss(connection, cache.root, source.id, cut, parts)

@@ -34,7 +34,7 @@ from cachetool.formats import get_format
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Message, Task
-from cachetool.pull.job import AT_ITS_END, NodeCaches, Prepared, PullJob, PullResult, why_ended
+from cachetool.pull.job import AT_ITS_END, Prepared, PullJob, PullResult, why_ended
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import (
     cap_for_all,
@@ -63,7 +63,7 @@ from cachetool.sources.registry import check_place
 from cachetool.sources.segments import SEGMENT, SegmentedListing
 from cachetool.stores.credentials import marks
 
-__all__ = ["PullResult", "ask_for_more", "pull", "pull_and_follow", "pull_on"]
+__all__ = ["PullResult", "fields_as_before", "pull", "pull_and_follow", "pull_on", "pull_within"]
 
 RETRY = (5.0, 60.0)
 """Seconds until a store that was reached before is tried again: at first, and at most."""
@@ -74,14 +74,32 @@ _FEW = 64
 """Samples that are seldom more than one shard, so that one process is started for them."""
 
 
-def pull(
-    cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent, nodes: NodeCaches | None = None
-) -> PullResult:
-    """Draw samples of ``url`` into ``cache``, or into the caches of ``nodes`` that it has the catalog of.
+def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent) -> PullResult:
+    """Draw samples of ``url`` into ``cache``.
 
     ``report`` receives :class:`Progress` values. Raises :class:`UsageError` for options that do not fit the cache,
     :class:`SourceError` for the remote side, :class:`CapTooSmall` before the first byte when the cap cannot hold one
     shard, :class:`CapBlocked` when fewer samples than asked for fit.
+    """
+    result, blocked = pull_within(cache, url, options, report=report)
+    if blocked is not None:
+        raise blocked
+    return result
+
+
+def pull_within(
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    *,
+    report: Report = silent,
+    next_pass: bool = False,
+    pace_file: Path | None = None,
+) -> tuple[PullResult, CapBlocked | None]:
+    """:func:`pull`, which gives the error of a cap that stopped it beside what came until then.
+
+    ``next_pass``: a complete pass is followed by a new one, which of a source in parts happens with ``follow`` alone
+    otherwise. ``pace_file``: what the limit on bytes a second is kept in, where somebody else changes the share.
     """
     began = time.monotonic()
     check_place(url)
@@ -92,16 +110,12 @@ def pull(
         # One process lists the source and then draws, as the others do, which load what they need meanwhile.
         engine = stack.enter_context(LocalEngine())
         few = options.samples is not None and options.samples <= _FEW
-        engine.expect(1 if few or nodes is not None else options.workers, "cachetool.pull.worker")
-        if nodes is not None:
-            nodes.refuse(cache, id, url)
-            if cache.source(id) is None:
-                nodes.restore(cache, id, stack.enter_context(listing_scratch()))
+        engine.expect(1 if few else options.workers, "cachetool.pull.worker")
         source = cache.source(id)
         if source is None:
             refuse_other_names(cache, url, options)
         cut, _ = share = parts_of(cache, source, options)
-        options = _fields_as_before(options, source)
+        options = fields_as_before(options, source)
         # Outside of the cache until its size is known: what is in the cache is charged first.
         scratch = stack.enter_context(listing_scratch())
         is_listed = source is not None and (cache.listing(id) / "listing.json").exists()
@@ -109,48 +123,45 @@ def pull(
         if source is not None and is_listed and not (source.complete or options.start_early):
             engine.run([_listing(cache, url, options, id)], _reported(report))
             source = cache.source(id)
-        order = drawn_as(source if source is not None or nodes is None else nodes.source(), options)
+        order = drawn_as(source, options)
         prepared = prepare(
             engine, cache, url, options, listing=new_listing or cache.listing(id), order=order, source=source,
             share=share, scratch=scratch, report=report,
         )  # fmt: skip
         options = options.with_source(with_classes(options.source, prepared.schema))
         formats = {shard.format for shard in cache.shards(options.dataset)}
-        plan = _plan(cache, url, options, prepared, nodes, id=id, cut=cut, scratch=scratch, began=began)
-        if nodes is None:
-            refuse_small_cap(cache, options, plan.kind, prepared, listing=new_listing)
+        plan = _plan(cache, url, options, prepared, id=id, cut=cut, scratch=scratch, began=began)
+        if pace_file is not None and plan.pace is not None:
+            plan = replace(plan, pace={**plan.pace, "path": str(pace_file)})
+        refuse_small_cap(cache, options, plan.kind, prepared, listing=new_listing)
         if source is None:
             stack.callback(withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, prepared.schema)
         row, change = source_row(id, options, prepared, order, cut, source), prepared.change
         if new_listing is not None:
             cache.add_source(row, new_listing, new=source is None)
-        if source is not None:
+        released = 0
+        if source is not None and options.share is not None:
             sizes = {part: size for part, size, _ in prepared.parts}
-            assign(cache, source.id, cut, sizes, prepared.segments, repart=options.repart)
-        if new_listing is None and change is not None and (change.added or change.vanished):
-            segment = scratch / "segment"
-            grow_source(cache, row, segment, change.name, units=change.units, identity=change.identity, complete=True)
-        if nodes is None:
-            result = _draw(engine, cache, plan, report)
-        else:
-            engine.dismiss()
-            result = nodes.draw(cache, plan, report)
-        if not options.reopened:
+            released = assign(cache, source.id, cut, sizes, prepared.segments, repart=options.repart)
+        for name, units, identity in () if new_listing is not None or change is None else change.segments:
+            row = grow_source(cache, row, scratch / name, name, units=units, identity=identity, complete=True)
+        result, blocked = _draw(engine, cache, plan, report, next_pass=next_pass)
+        if not options.reopened and blocked is None:
             result = _checked(cache, id, result)
         skipped, counts = prepared.left_out, prepared.left_out_counts
-        if not prepared.complete and nodes is None:  # other names came meanwhile
+        if not prepared.complete:  # other names came meanwhile
             listing = SegmentedListing.open(cache.listing(id))
             skipped, counts = listing.names, listing.left_out
         left_out, notes = notes_of(skipped)
         result = replace(
             result, left_out=left_out, left_out_counts=dict(counts), notes=notes,
             of_objects=not (cache.listing(id) / TABLE_FILE).exists(),
-            warning=_other_format(result, formats, cache),
+            warning=_other_format(result, formats, cache), released=released,
         )  # fmt: skip
-        if change is None:
-            return result
-        return replace(result, added=change.added, vanished=change.vanished, vanished_examples=change.names)
+        if change is not None:
+            result = replace(result, added=change.added, vanished=change.vanished, vanished_examples=change.names)
+        return result, blocked
 
 
 def pull_on(
@@ -203,17 +214,18 @@ def pull_and_follow(
     return pull_on(cache, url, options, report=reported, may_wait=lambda: reached, waits=waits)
 
 
-def _fields_as_before(options: PullOptions, source: SourceRow | None) -> PullOptions:
+def fields_as_before(options: PullOptions, source: SourceRow | None) -> PullOptions:
     """For a source that was pulled before, where nothing is said now: the same fields by the same names."""
     given = options.source
     plain = SourceOptions(
         stem=given.stem, read_as=given.read_as, include=given.include, exclude=given.exclude,
         follow_links=given.follow_links,
     )  # fmt: skip
-    if source is None or replace(given, concurrency=None) != plain:
+    if source is None or replace(given, concurrency=None, list_workers=1) != plain:
         return options
     stored = SourceOptions.from_json(source.options)
-    return options.with_source(replace(stored, stem=given.stem or stored.stem, concurrency=given.concurrency))
+    stored = replace(stored, stem=given.stem or stored.stem, concurrency=given.concurrency)
+    return options.with_source(replace(stored, list_workers=given.list_workers))
 
 
 def _plan(
@@ -221,7 +233,6 @@ def _plan(
     url: str,
     options: PullOptions,
     prepared: Prepared,
-    nodes: NodeCaches | None,
     *,
     id: Id,
     cut: int,
@@ -229,10 +240,7 @@ def _plan(
     began: float,
 ) -> PullJob:
     """What is settled before the first sample is drawn; changes nothing."""
-    if nodes is None:
-        cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
-    else:
-        cap, newest, looked = nodes.cap, nodes.format, None
+    cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
     kind = get_format(options.to or newest or "lmdb")
     return PullJob(
         url=url,
@@ -290,10 +298,12 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
     return lambda _, message: report(Progress("list", message["listed"]))
 
 
-def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
-    """Open the job, run the workers, close it."""
+def _draw(
+    engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report, *, next_pass: bool
+) -> tuple[PullResult, CapBlocked | None]:
+    """Open the job, run the workers, close it; gives what came, and the error of a cap that stopped it."""
     options, wanted, samples = plan.options, plan.wanted, plan.options.samples
-    job, source = _open_job(cache, plan)
+    job, source = _open_job(cache, plan, next_pass=next_pass)
     if plan.upto is None:
         left = source.size - drawn_of(cache, source)
         count = left if wanted is None else min(left, wanted)
@@ -319,7 +329,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
             tasks = [plan.task(root, job, first_shard_in=None)] * min(workers, len(tasks))
-            more = not full and plan.upto is None and ask_for_more(cache, job, reports.samples, samples)
+            more = not full and plan.upto is None and _ask_for_more(cache, job, reports.samples, samples)
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -328,14 +338,14 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(plan.id) or source
-    complete = source.complete and drawn_of(cache, source) >= source.size
+    complete, blocked = source.complete and drawn_of(cache, source) >= source.size, None
     if full and options.evicts and not complete and (samples is None or reports.samples < samples):
         asked = min(source.samples, count * plan.per_unit) if samples is None else samples
         cap = cap_for_all(
             cache, job, options, plan.schema, plan.kind, samples=min(asked, source.samples or asked)
         )  # fmt: skip
-        raise _stopped(options, f"{reports.samples} of {asked}", full[0], evicted=ended.evicted, cap=cap)
-    return PullResult(
+        blocked = _stopped(options, f"{reports.samples} of {asked}", full[0], evicted=ended.evicted, cap=cap)
+    result = PullResult(
         source=source.url,
         dataset=options.dataset,
         format=plan.kind.name,
@@ -354,9 +364,10 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
         cut=source.cut,
         parts=tuple(part.number for part in source.parts),
     )
+    return result, blocked
 
 
-def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
+def _open_job(cache: CacheDir, plan: PullJob, *, next_pass: bool) -> tuple[str, SourceRow]:
     """The id of a new job, and its source as it is then."""
     options = plan.options
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
@@ -365,7 +376,7 @@ def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
         holder.register(connection)
         return draws.open_job(
             connection, plan.id, holder=holder.id, wanted=plan.wanted, upto=plan.upto, seed=options.seed,
-            room=options.room, next_pass=not options.reopened,
+            room=options.room, next_pass=next_pass or (plan.wanted is not None and not options.reopened),
         )  # fmt: skip
 
     return edged(cache.catalog, cache.layout, begin)
@@ -408,7 +419,7 @@ def _stopped(options: PullOptions, share: str, why: str, *, evicted: int, cap: i
     return CapBlocked(f"stopped at the cap with {share} samples{went}: {why};\n{larger}{renewed}")
 
 
-def ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
+def _ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
     """Raise the draws of a job whose archives had fewer samples than was thought, by as many as what came of them so
     far says: the same ones, however many workers there are. False when it needs none, or has some left: the source
     ended."""

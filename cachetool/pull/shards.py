@@ -25,14 +25,14 @@ from cachetool.cache.catalog import Connection, bump
 from cachetool.cache.draws import ClaimGone, mark_tried
 from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.core.block import BLOCK_BYTES, Block, Ragged
-from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
+from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall
 from cachetool.core.ranges import Ranges, runs, total
 from cachetool.core.schema import KEY, Schema
 from cachetool.core.units import format_size
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.task import Channel
-from cachetool.pull.claims import Claims, Done, Handed, order_of_pass
+from cachetool.pull.claims import Claims, Done, order_of_pass
 from cachetool.pull.job import too_many
 from cachetool.pull.reports import WaitingFor
 from cachetool.sources.base import ReadResult, Skipped
@@ -83,7 +83,6 @@ class Drawing:
         self._cache, self._claims, self._source, self._plan, self._claim = cache, claims, source, plan, claim
         order = order_of_pass(source, claim.source, claim.pass_number, claim.part)
         units = order[np.arange(claim.start, claim.stop)]
-        self._is_handed = isinstance(claims, Handed)
         self._cached = claims.there(claim, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._barren = vanished.copy()
@@ -125,10 +124,10 @@ class Drawing:
             self._commit(self._claim.stop)
         except ClaimGone:
             return coming
-        except BaseException as error:
+        except BaseException:
             if coming is not None:
                 coming.close()
-            self._keep(error)
+            self._keep()
             raise
         finally:
             self.close()
@@ -173,14 +172,14 @@ class Drawing:
         claim, at = self._claim, self._there[gaps]
         more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
         fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
-        if not fits or claim.reopened or self._is_handed:
+        if not fits or claim.reopened:
             return False
         self._gaps[at] = True
         return True
 
-    def _keep(self, error: BaseException) -> None:
-        """Commit what came before an error, rather than to fetch it again. Not for a coordinator that is gone."""
-        if self._even and self._files is not None and not (isinstance(error, Interrupted) and self._is_handed):
+    def _keep(self) -> None:
+        """Commit what came before an error, rather than to fetch it again."""
+        if self._even and self._files is not None:
             with contextlib.suppress(CacheToolError, OSError):  # the first error is the one that matters
                 self._commit(self._upto)
 
@@ -258,7 +257,6 @@ class Drawing:
                 if fresh < upto - start:  # done with no shard to tell of it
                     bump(connection)
                     write_source_record(connection, self._cache.layout, plan.source)
-            self._claims.tell(self._claim, done, None, 0)
         else:
             facts = files.facts()
             self._files = None
@@ -274,7 +272,6 @@ class Drawing:
             )
             self._staging = None
             plan.first.closed()
-            self._claims.tell(self._claim, done, staging.id, facts.samples)
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
         self._from, self._room, self._fetched = upto, (0, 0), 0
         self._skipped = [s for s in self._skipped if s not in skipped]

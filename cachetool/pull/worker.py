@@ -19,8 +19,8 @@ from cachetool.cache import CacheDir, Claim, Room, SourceRow
 from cachetool.core.errors import CapBlocked
 from cachetool.core.schema import Schema
 from cachetool.formats import get_format
-from cachetool.proc.task import Asking, Message
-from cachetool.pull.claims import Claims, Handed, Own
+from cachetool.proc.task import Channel, Message
+from cachetool.pull.claims import Claims
 from cachetool.pull.job import WorkerArguments
 from cachetool.pull.listing import pace_of
 from cachetool.pull.reports import Heartbeat
@@ -34,7 +34,7 @@ from cachetool.sources.registry import open_source
 __all__ = ["draw"]
 
 
-def draw(channel: Asking, **arguments: Any) -> Message:
+def draw(channel: Channel, **arguments: Any) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. ``arguments`` are
     the fields of :class:`WorkerArguments`.
 
@@ -43,7 +43,7 @@ def draw(channel: Asking, **arguments: Any) -> Message:
     task = WorkerArguments(**arguments)
     plan = _plan(task)
     with naming_skip(skip_bad=task.skip_bad), CacheDir(Path(task.root)) as cache:
-        claims = _claims(channel, cache, task)
+        claims = _claims(cache, task)
 
         def drawing_of(claim: Claim | None) -> Drawing | None:
             return None if claim is None else Drawing(cache, claims, plan, claim, channel)
@@ -89,8 +89,7 @@ def _plan(task: WorkerArguments) -> WorkerJob:
     )
 
 
-def _claims(channel: Asking, cache: CacheDir, task: WorkerArguments) -> Claims:
-    """Where the positions come from: the coordinator, or the catalog of ``cache``."""
+def _claims(cache: CacheDir, task: WorkerArguments) -> Claims:
     options = SourceOptions.from_json(task.options)
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).over
 
@@ -99,9 +98,7 @@ def _claims(channel: Asking, cache: CacheDir, task: WorkerArguments) -> Claims:
             task.url, cache.listing(task.source), options, units=row.units, pace=pace_of(task.pace), through=through
         )
 
-    if task.handed:
-        return Handed(channel, opened, job=task.job, most=task.units_per_shard)
-    return Own(
+    return Claims(
         cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow,
         reopened=task.reopened,
     )  # fmt: skip

@@ -39,8 +39,12 @@ ROWS = [
         "pull a.h5 --all --cache c --dataset again",
     ),
     Row(
-        "pull/options.py", "--parts and --repart go with --part",
+        "pull/options.py", "--parts goes with --part",
         "pull src --parts 4 --cache x", ("pull src --part 0/2 --parts 4 --cache x", "pull src --cache y"),
+    ),
+    Row(
+        "pull/prepare.py", "--repart goes with --part",
+        "pull src --repart --cache x", ("pull src --part 0/2 --repart --cache x", "pull src --cache y"),
     ),
     Row(
         "pull/options.py", "--part {} is not I/N",
@@ -76,6 +80,10 @@ ROWS = [
         "pull/prepare.py", "--refresh of a source in parts",
         ("pull src --part 0/2 --cache x", "pull src --refresh --cache x"),
         ("$ mkdir shared", "pull src --refresh --listing shared --cache x"),
+    ),
+    Row(
+        "pull/options.py", "--listing {} is a URL",
+        "pull src --listing s3://bucket/listings --cache x", ("$ mkdir shared", "pull src --listing shared --cache x"),
     ),
     Row(
         "pull/prepare.py", "--listing {} is no folder",

@@ -104,7 +104,7 @@ def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: Cache
 def test_a_minimum_counts_that_the_catalog_is_about_to_grow(cache: CacheDir, root: Path) -> None:
     with cache.catalog.write() as connection:
         for number in range(700):
-            connection.execute("INSERT INTO nodes VALUES (?, 1)", (f"{number:0180d}",))
+            connection.execute("INSERT INTO evictions VALUES (?, '', '', 0, 0, 0)", (f"{number:0180d}",))
     with pytest.raises(CapTooSmall, match=r"the minimum is (\d+) bytes") as caught:
         put_shard(cache, 5_000_000)
     least = int(str(caught.value).split("minimum is ")[1].split()[0])

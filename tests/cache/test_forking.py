@@ -203,11 +203,11 @@ def test_what_a_handler_asks_in_the_middle_of_a_transaction_does_not_undo_it(
 
     interrupted(ask)
     with cache.catalog.write() as own:
-        own.execute("INSERT INTO nodes VALUES ('first', 1)")
+        own.execute("INSERT INTO evictions VALUES ('first', '', '', 0, 0, 0)")
         signal.raise_signal(signal.SIGUSR1)
-        own.execute("INSERT INTO nodes VALUES ('second', 1)")
+        own.execute("INSERT INTO evictions VALUES ('second', '', '', 0, 0, 0)")
     assert "a signal's handler interrupted its use" in said[0]
-    assert len(cache.catalog.rows("SELECT * FROM nodes")) == 2
+    assert len(cache.catalog.rows("SELECT * FROM evictions")) == 2
 
 
 def test_a_cache_that_a_handler_closes_in_the_middle_of_a_transaction_says_so_and_leaves_nothing(
@@ -219,15 +219,15 @@ def test_a_cache_that_a_handler_closes_in_the_middle_of_a_transaction_says_so_an
 
     def change() -> None:
         with cache.catalog.write() as own:
-            own.execute("INSERT INTO nodes VALUES ('first', 1)")
+            own.execute("INSERT INTO evictions VALUES ('first', '', '', 0, 0, 0)")
             signal.raise_signal(signal.SIGUSR1)
-            own.execute("INSERT INTO nodes VALUES ('second', 1)")
+            own.execute("INSERT INTO evictions VALUES ('second', '', '', 0, 0, 0)")
 
     with pytest.raises(CatalogError, match="was closed in the middle of a call"):
         change()
     assert leases(cache) == 0
     with open_cache(cache.root) as again:
-        assert again.catalog.rows("SELECT * FROM nodes") == []
+        assert again.catalog.rows("SELECT * FROM evictions") == []
 
 
 @pytest.mark.parametrize("by", ["a handler", "a thread"])

@@ -39,6 +39,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "rows": (["--rows", "12"], 12),
     "follow_links": (["--follow-links"], True),
     "concurrency": (["--concurrency", "7"], 7),
+    "list_workers": (["--list-workers", "4"], 4),
     "to": (["--to", "zarr"], "zarr"),
     "policy": (["--policy", "lru"], "lru"),
     "dataset": (["--dataset", "d"], "d"),

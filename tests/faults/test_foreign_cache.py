@@ -458,15 +458,12 @@ _HOSTILE = ("9e999", "-1", "9223372036854775807", "'x'", "x'ff00'", "NULL", "1e3
 """Values in SQL that cachetool writes nowhere, or into few columns."""
 _ROWS = (
     f"INSERT INTO holders VALUES ('{'1' * 16}', 1, 'host', 'what', 1)",
-    f"INSERT INTO jobs SELECT 'job', id, '{'1' * 16}', 5, NULL, NULL, 0, 0, 0, 1, 0.1, 'oldest', 0, 0, 0 FROM sources",
+    f"INSERT INTO jobs SELECT 'job', id, '{'1' * 16}', 5, NULL, 0, 0, 0, 1, 0.1, 'oldest', 0, 0, 0 FROM sources",
     "INSERT INTO claims (source, pass_number, start, stop, reopened) SELECT id, 0, 0, 1, 1 FROM sources",
     f"INSERT INTO leases VALUES (1, '{'1' * 16}', 'run', 0, 'default', 1, 1)",
     f"INSERT INTO background SELECT id, '{'1' * 16}', 1, 'url', 'default', 'pulling', 0, NULL, 1, 1 FROM sources",
     "INSERT OR REPLACE INTO events VALUES (1, 1, 'error', 'default', 'subject', 'text')",
     "INSERT INTO evictions VALUES ('default', 'room', 'oldest', 1, 1, 1)",
-    "INSERT INTO nodes VALUES ('node', 1)",
-    f"INSERT INTO placed SELECT '{'2' * 16}', 'node', id, 0, '[[0, 1]]', 1, 'job', 1 FROM sources",
-    "INSERT INTO members SELECT id, 'node', 'job', 'word' FROM sources",
 )
 
 

@@ -40,7 +40,7 @@ def filled(root: Path) -> Path:
         for _ in range(3):
             put_shard(cache)
         with cache.catalog.write() as own:
-            own.execute("INSERT INTO nodes VALUES ('counter', 0)")
+            own.execute("INSERT INTO evictions VALUES ('counter', '', '', 0, 0, 0)")
     return root
 
 
@@ -140,7 +140,7 @@ def test_no_commit_is_lost_beside_threads_that_read_the_catalogs_file(root: Path
     writers = [start("counts_and_copies.py", root, commits, says=False) for _ in range(3)]
     assert [process.wait() for process in writers] == [0] * 3
     with open_cache(root) as cache:
-        assert cache.catalog.rows("SELECT cache FROM nodes")[0][0] == 3 * commits
+        assert cache.catalog.rows("SELECT shards FROM evictions")[0][0] == 3 * commits
         assert cache.catalog.trouble() is None
 
 
@@ -182,7 +182,7 @@ def test_who_only_looks_goes_past_a_process_that_is_stopped_in_a_transaction(
     with open_cache(root, create=False, notify=said.append) as cache:
         assert sum(shard.samples for shard in cache.shards()) == 30
         assert cache.stats().samples == 30
-        assert cache.catalog.rows("SELECT cache FROM nodes")[0][0] == 0
+        assert cache.catalog.rows("SELECT shards FROM evictions")[0][0] == 0
     assert f"locked by pid {pid}" in said[0]
 
 

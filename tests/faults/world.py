@@ -27,7 +27,7 @@ import numpy as np
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.draws import close_job
-from cachetool.cache.own_parts import release, take
+from cachetool.cache.own_parts import assign
 from cachetool.check.verify import verify
 from cachetool.conversion.in_place import replace_groups
 from cachetool.core.block import Block
@@ -334,8 +334,8 @@ def repair(root: str) -> None:
 def move(root: str) -> None:
     """Release the only part of the source, and take it again."""
     with open_cache(root, create=False) as cache:
-        release(cache, SOURCE.id, [0])
-        take(cache, SOURCE.id, {0: SOURCE.units})
+        assign(cache, SOURCE.id, 1, {}, (), repart=True, beside=True)
+        assign(cache, SOURCE.id, 1, {0: SOURCE.units}, (), repart=True, beside=True)
 
 
 def create(root: str) -> None:

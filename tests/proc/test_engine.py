@@ -13,7 +13,7 @@ import pytest
 
 import cachetool
 from cachetool.cluster import agent as agent_module
-from cachetool.cluster.agent import Agent, Server, version_here
+from cachetool.cluster.agent import Agent, version_here
 from cachetool.proc.parent import LocalEngine, begun_early
 
 
@@ -45,7 +45,7 @@ def heard(agent: Agent) -> dict[str, object]:
 
 def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(sys.argv, "0.0.9")
-    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7", None)
+    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7")
     said = heard(agent)
     assert said["error"] == "UsageError"
     assert said["message"] == (
@@ -56,7 +56,7 @@ def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_task_whose_end_comes_before_its_beginning_does_not_begin() -> None:
     agent = Agent(sys.argv, cachetool.__version__)
     agent.end(1)
-    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7", None)
+    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7")
     assert heard(agent)["error"] == "Interrupted"
 
 
@@ -66,24 +66,8 @@ def test_a_node_where_the_package_is_used_without_being_installed_takes_part(mon
 
     monkeypatch.setattr(agent_module, "version", nowhere)
     agent = Agent(sys.argv, version_here())
-    agent.begin(1, "cachetool.nowhere:at_all", {}, "n7", None)
+    agent.begin(1, "cachetool.nowhere:at_all", {}, "n7")
     assert "ModuleNotFoundError" in str(heard(agent)["message"])
-
-
-class Panic(BaseException):
-    """As a library of Rust raises it."""
-
-
-def test_a_server_answers_whatever_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server("cachetool.nowhere:at_all", {})
-    assert "ModuleNotFoundError" in server.answer("a", {})["message"]
-
-    def panic(name: str) -> None:
-        raise Panic
-
-    monkeypatch.setattr(agent_module, "named", panic)
-    assert "a bug in a worker: Panic" in server.answer("a", {})["message"]
-    assert "a bug in a worker: Panic" in server.answer("a", {})["message"]
 
 
 def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:

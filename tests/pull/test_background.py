@@ -21,6 +21,7 @@ import cachetool
 from cachetool.api import read_sample
 from cachetool.cache import CacheDir
 from cachetool.core.errors import CatalogError
+from cachetool.loaders.numpy import Loader
 from cachetool.loaders.snapshots.waiting import wait_for_samples
 from cachetool.pull import background as module
 from cachetool.pull.listing import PROBED
@@ -152,6 +153,50 @@ def test_a_killed_trainer_takes_its_puller_along_and_nothing_is_half_done(
         found = keys(cache)
         assert len(found) == len(set(found))
         assert cache.pull(str(digits), samples=10).samples == 10
+
+
+def test_the_pull_of_a_killed_trainer_evicts_nothing_of_the_epoch_that_is_to_be_resumed(tmp_path: Path) -> None:
+    """The lease dies with the trainer, and the pull notices its end up to seconds later: here, once it goes on."""
+    source, root = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    for number in range(3000):
+        np.save(source / f"{number:04d}.npy", np.full(250, number, dtype=np.float64))
+    with cachetool.open_cache(root, max_size="4MB") as cache:
+        cache.pull(source, shard_size="20kB")
+    script = subprocess.Popen(
+        [sys.executable, SCRIPT.with_name("left_epoch.py"), source, root],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    puller = 0
+    try:
+        assert script.stdout is not None
+        state = json.loads(script.stdout.readline())
+        with cachetool.open_cache(root) as cache:
+            (puller,) = (pull["pid"] for pull in cache.stats().pulls)
+            workers = until(lambda: children(puller))
+            until(lambda: cache.stats().pulls[0]["phase"] == "waiting for room")
+            os.kill(puller, signal.SIGSTOP)  # it tells its workers nothing
+            script.kill()
+            script.communicate()
+            until(lambda: not cache.stats().leases)
+            time.sleep(2)  # nothing is to happen in two of the workers' looks for room
+            assert all(map(runs, workers))
+            there = {shard.id for shard in cache.shards()}
+            assert {row[0] for row in state["resume"]["parts"]} <= there
+            os.kill(puller, signal.SIGCONT)
+            until(lambda: not any(map(runs, [puller, *workers])))
+        with Loader(root, batch_size=8, workers=1, seed=0) as loader:
+            loader.load_state_dict(state)
+            assert sum(len(batch["npy"]) for batch in loader) == sum(row[2] for row in state["resume"]["parts"]) - 8
+    finally:
+        script.kill()
+        script.communicate()
+        if puller:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(puller, signal.SIGCONT)
 
 
 def test_a_second_process_waits_its_turn_and_takes_over(start: Callable[..., Script]) -> None:

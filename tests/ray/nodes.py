@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -63,27 +62,6 @@ class Nodes:
         for name in NAMES:
             if name not in self._nodes:
                 self.start(name)
-
-    def processes(self, name: str, title: str) -> list[int]:
-        """Pids of the workers of a node whose title, as Ray sets it, begins so."""
-        raylet = self._nodes[name].all_processes["raylet"][0].process.pid
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                line = (path / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if parent == raylet and line.startswith(title.encode()):
-                found.append(int(path.name))
-        return found
-
-    def kill_coordinator(self) -> bool:
-        """Kill -9 whoever hands out the claims of the pull that runs; whether there was any."""
-        found = self.processes("a", "ray::Server")
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
-        return bool(found)
 
     def stop(self) -> None:
         self._cluster.shutdown()

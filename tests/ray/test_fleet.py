@@ -158,7 +158,7 @@ def _used(root: Path) -> int:
 
 def test_the_nodes_keep_no_file_of_a_driver_that_left(joined: str, tmp_path: Path) -> None:
     (tmp_path / "listing").write_bytes(bytes(1000))
-    engine = RayEngine("")
+    engine = RayEngine()
     try:
         nodes = engine.nodes()
         places = [Path(place) for place in engine.send(nodes, tmp_path).values()]

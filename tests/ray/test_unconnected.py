@@ -95,10 +95,9 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
 def test_where_no_ray_runs_one_is_started(alone: pytest.MonkeyPatch, address: str | None) -> None:
     begun: list[str] = []
     alone.setattr(raylink, "_started", lambda: contextlib.nullcontext(begun.append("local")))
-    alone.setattr("ray.get_runtime_context", lambda: type("Here", (), {"get_node_id": lambda self: "here"})())
     alone.setattr("ray.shutdown", lambda: None)
-    with raylink.opened(address) as node:
-        assert node == "here"
+    with raylink.opened(address):
+        pass
     assert begun == ["local"]
 
 

@@ -27,7 +27,7 @@ with open_cache(root) as cache:
     try:
         for _ in range(times):
             with cache.catalog.write() as connection:
-                connection.execute("UPDATE nodes SET cache = cache + 1")
+                connection.execute("UPDATE evictions SET shards = shards + 1")
             cache.catalog.rows("SELECT * FROM cache")
     finally:
         over.set()

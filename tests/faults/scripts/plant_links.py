@@ -21,7 +21,7 @@ OWN = (
     "catalog.sqlite3-lock",
 )
 SHARD = ("data.lmdb", "data.h5", "data.tfrecord", "extents.bin", "shard.json")
-LISTING = ("keys.npy", "key_offsets.npy", "etags.npy", "etag_offsets.npy", "sizes.npy", "units.npy", "listing.json")
+LISTING = ("objects.npy", "blocks.npy", "sizes.npy", "units.npy", "listing.json")
 
 
 def names(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ with open_cache(root) as cache:
     with cache.catalog.read() if where == "reading" else cache.catalog.write() as connection:
         connection.execute("SELECT * FROM cache").fetchall()
         if where == "writing":
-            connection.execute("UPDATE nodes SET cache = cache + 1")
+            connection.execute("UPDATE evictions SET shards = shards + 1")
         if where == "spilling":  # which is a commit as far as others can see
             connection.execute("PRAGMA cache_size = 1")
             connection.execute("CREATE TABLE large (x)")

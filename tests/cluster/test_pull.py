@@ -14,26 +14,23 @@ import struct
 import tarfile
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cachetool
-from cachetool.cache import CacheDir, Room
-from cachetool.cache.draws import add_job
-from cachetool.cluster import crew
-from cachetool.cluster import node as node_tasks
+from cachetool.cache import CacheDir
+from cachetool.cluster import engine as engines
 from cachetool.cluster import pull as cluster
-from cachetool.cluster.engine import Run
+from cachetool.cluster.engine import NodeLost, Run
 from cachetool.cluster.pull import pull_over
 from cachetool.core.errors import CacheToolError, Interrupted, from_json
 from cachetool.core.nodes import Node
+from cachetool.loaders.numpy import Loader
 from cachetool.proc.child import outcome_of
 from cachetool.proc.task import Message, Task
 from cachetool.pull.job import PullResult
@@ -41,27 +38,21 @@ from cachetool.pull.options import PullOptions
 
 
 class Line:
-    """The channel of a task that is a thread; another line answers at once."""
+    """The channel of a task that is a thread."""
 
-    def __init__(self, engine: Threads, run: Run, answers: Any) -> None:
-        self._engine, self._run, self._answers = engine, run, answers
+    def __init__(self, engine: Threads, run: Run) -> None:
+        self._engine, self._run = engine, run
 
     def send(self, message: Message) -> None:
-        self._engine.said.put((self._run, message))
-
-    def ask(self, message: Message) -> Message:
-        with self._engine.asking:
-            answer: Message = self._answers.answer(self._run.node.name, json.loads(json.dumps(message)))
-        return json.loads(json.dumps(answer))
+        self._engine.said.put((self._run, json.loads(json.dumps(message))))
 
 
 class Threads:
     """As :class:`cachetool.cluster.engine.RayEngine`, of nodes that are threads here."""
 
     def __init__(self, names: str) -> None:
-        self.named = [Node(f"id-{name}", name, "127.0.0.1", 1) for name in names]
+        self.named = [Node(f"id-{name}", name, "127.0.0.1") for name in names]
         self.said: SimpleQueue[tuple[Run, Message | None]] = SimpleQueue()
-        self.asking = threading.Lock()
         self._threads: dict[int, threading.Thread] = {}
         self._outcomes: dict[int, Message | CacheToolError] = {}
         self._numbers = itertools.count()
@@ -71,22 +62,20 @@ class Threads:
     def nodes(self, *, strict: bool = True) -> list[Node]:
         return list(self.named)
 
-    def start(
-        self, node: Node, task: Task, on_message: Callable[[Message], None] | None = None, *, answers: Any = None
-    ) -> Run:
+    def start(self, node: Node, task: Task, on_message: Callable[[Message], None] | None = None) -> Run:
         run = Run(node, task, next(self._numbers), on_message)
         self.started(run)
         if run.ended:
             return run
-        thread = self._threads[run.number] = threading.Thread(target=self._run, args=(run, answers), daemon=True)
+        thread = self._threads[run.number] = threading.Thread(target=self._run, args=(run,), daemon=True)
         thread.start()
         return run
 
-    def _run(self, run: Run, answers: Any) -> None:
+    def _run(self, run: Run) -> None:
         name, _, function = run.task.target.partition(":")
         outcome: Message | CacheToolError
         try:
-            outcome = getattr(importlib.import_module(name), function)(Line(self, run, answers), **run.task.arguments)
+            outcome = getattr(importlib.import_module(name), function)(Line(self, run), **run.task.arguments)
         except CacheToolError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - as in a child
@@ -129,9 +118,11 @@ class Threads:
             thread.join()
             self.wait(0)
 
-    def serve(self, target: str, arguments: Message) -> Any:
-        name, _, kind = target.partition(":")
-        return getattr(importlib.import_module(name), kind)(**arguments)
+    def lose(self, run: Run) -> None:
+        """A node goes while it is at ``run``."""
+        self.named.remove(run.node)
+        self.stop([run])
+        run.result, run.error = None, NodeLost(run.node)
 
     def send(self, nodes: Sequence[Node], folder: Path) -> dict[str, str]:
         return {node.id: str(folder) for node in nodes}
@@ -149,10 +140,10 @@ class World:
         for number in range(start, stop):
             np.save(self.source / f"{number:03d}.x.npy", np.full(4, number))
 
-    def pull(self, *, placement: str = "split", **options: Any) -> PullResult:
+    def pull(self, *, placement: str = "split", max_size: str | None = "20MB", **options: Any) -> PullResult:
         said = PullOptions(**{"workers": 1, "shard_size": "1kB", **options})
         return pull_over(
-            self.folder / "{node}", str(self.source), said, placement=placement, max_size="20MB",
+            self.folder / "{node}", str(self.source), said, placement=placement, max_size=max_size,
             notify=self.notes.append,
         )  # fmt: skip
 
@@ -165,38 +156,97 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     engine = Threads("ab")
-    monkeypatch.setattr(cluster, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
-    hasty = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.02))
-    monkeypatch.setattr(node_tasks, "time", hasty)
+    monkeypatch.setattr(engines, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
     return World(tmp_path, engine)
 
 
+def keys(world: World, *names: str) -> list[int]:
+    """The number in every sample of these nodes."""
+    found: list[int] = []
+    for name in names:
+        with Loader(world.folder / name, batch_size=8, workers=0, rank=0, world_size=1) as loader:
+            found += [int(x) for batch in loader for x in batch["x"][:, 0]]
+    return sorted(found)
+
+
 @pytest.mark.parametrize("placement", ["replicate", "split"])
-def test_nodes_know_how_their_samples_were_placed_though_the_catalog_of_the_whole_was_lost(
-    world: World, placement: str
-) -> None:
+def test_caches_that_were_filled_in_one_way_are_not_filled_in_another(world: World, placement: str) -> None:
     world.write(0, 20)
     world.pull(all=True, placement=placement)
     before = {node: world.samples(node) for node in "ab"}
-    shutil.rmtree(world.folder / "driver")
     other = "split" if placement == "replicate" else "replicate"
-    with pytest.raises(cachetool.UsageError, match=rf"is drawn with --placement {placement} into these caches"):
+    with pytest.raises(cachetool.UsageError, match=rf"(?s)the cache of node a .*--placement {placement}.*--repart"):
         world.pull(all=True, placement=other)
-
     assert {node: world.samples(node) for node in "ab"} == before
-    world.pull(all=True, placement=placement)
+
+    result = world.pull(all=True, placement=other, repart=True)
+    assert result.pass_complete
+    assert keys(world, "a", "b") == sorted([*range(20)] * (2 if other == "replicate" else 1))
 
 
-def test_what_a_lost_cache_had_comes_in_shards_and_not_one_by_one(world: World) -> None:
+def test_what_a_lost_cache_had_is_drawn_again_and_nothing_twice(world: World) -> None:
     world.write(0, 60)
     world.pull(all=True)
     shutil.rmtree(world.folder / "b")
-    before, lost = len(world.samples("a")), 60 - sum(world.samples("a"))
+    kept = world.samples("a")
     world.pull(all=True)
-    again = world.samples("a")[before:] + world.samples("b")
 
-    assert sum(again) == lost
-    assert len(again) <= lost // 2
+    assert world.samples("a")[: len(kept)] == kept, "what a has stays"
+    assert keys(world, "a", "b") == [*range(60)]
+
+
+def test_parts_of_a_node_that_is_lost_are_drawn_by_the_other_while_the_pull_runs(world: World) -> None:
+    world.write(0, 60)
+
+    def lose(run: Run) -> None:
+        if run.task.target.endswith(":draw") and run.node.name == "b":
+            run.error = NodeLost(run.node)
+            world.engine.named = world.engine.named[:1]
+            world.engine.said.put((run, None))
+
+    world.engine.started = lose
+    result = world.pull(all=True)
+
+    assert [row["state"] for row in result.nodes] == ["", "lost"]
+    assert result.pass_complete
+    assert keys(world, "a") == [*range(60)]
+    assert world.notes[0] == "node b was lost; what it had is drawn again by the others"
+
+
+def test_the_first_draws_of_nodes_are_those_of_one_machine_and_so_are_those_behind_them(world: World) -> None:
+    world.write(0, 60)
+    with cachetool.open_cache(world.folder / "local", max_size="20MB") as cache:
+        cache.pull(str(world.source), samples=37, seed=3, workers=1)
+    for samples in (20, 17):
+        assert world.pull(samples=samples, seed=3).samples == samples
+
+    assert keys(world, "a", "b") == keys(world, "local")
+
+
+def test_samples_of_a_source_at_its_end_are_of_a_further_pass(world: World) -> None:
+    world.write(0, 40)
+    assert world.pull(all=True).reason == "source at its end"
+    with cachetool.open_cache(world.folder / "b", create=False) as evicted:
+        evicted.evict(evicted.usage().total - 1)
+    lacking = 40 - len(keys(world, "a", "b"))
+    assert lacking > 0
+    assert world.pull(samples=40).samples == lacking
+    assert keys(world, "a", "b") == [*range(40)]
+
+
+def test_what_a_full_node_has_not_begun_is_drawn_by_one_with_room(world: World) -> None:
+    world.write(0, 60)
+    (world.folder / "large").mkdir()
+    for number in range(20):
+        np.save(world.folder / "large" / f"{number}.x.npy", np.zeros(100_000, dtype=np.uint8))
+    with cachetool.open_cache(world.folder / "a", max_size="20MB") as roomy:
+        roomy.stats()
+    with cachetool.open_cache(world.folder / "b", max_size="2MB") as small:
+        small.pull(str(world.folder / "large"), dataset="other", workers=1, shard_size="1kB")
+    result = world.pull(max_size=None)
+
+    assert result.samples == 60
+    assert len(keys(world, "a")) > 40
 
 
 def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World) -> None:
@@ -210,21 +260,6 @@ def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World)
     assert result.pass_complete
 
 
-def test_a_pull_that_is_refused_beside_another_leaves_the_source_as_it_was(world: World) -> None:
-    world.write(0, 20)
-    world.pull(samples=10)
-    with CacheDir(world.folder / "driver") as whole:
-        (row,) = whole.catalog.rows("SELECT id, units FROM sources")
-        with whole.catalog.write() as connection:
-            whole.holder.register(connection)
-            add_job(connection, "other", row["id"], holder=whole.holder.id, wanted=None, room=Room())
-        world.write(20, 30)
-        with pytest.raises(cachetool.UsageError, match="another pull over these nodes"):
-            world.pull(all=True, refresh=True)
-
-        assert whole.catalog.rows("SELECT units FROM sources")[0]["units"] == 20
-
-
 def test_a_source_that_is_replicated_can_grow(world: World) -> None:
     world.write(0, 20)
     world.pull(samples=10, placement="replicate")
@@ -236,12 +271,11 @@ def test_a_source_that_is_replicated_can_grow(world: World) -> None:
 
 def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None:
     world.write(0, 20)
-    with cachetool.open_cache(world.folder / "driver") as whole:
-        assert whole.catalog.path.exists(), "a new one would go again, with all that it knows"
 
     def fail(run: Run) -> None:
-        if run.task.target == "cachetool.pull.worker:draw":
+        if run.task.target.endswith(":draw"):
             run.error = cachetool.SourceError("it fails")
+            world.engine.said.put((run, None))
 
     world.engine.started = fail
     with pytest.raises(cachetool.SourceError, match="it fails"):
@@ -251,17 +285,17 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
     assert world.pull(all=True).samples == 20
 
 
-@pytest.mark.parametrize("target", ["cachetool.cluster.node:look", "cachetool.cluster.node:attend"])
+@pytest.mark.parametrize("target", ["cachetool.cluster.node:look", "cachetool.cluster.node:draw"])
 def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     world.write(0, 20)
-    monkeypatch.setattr(crew, "_SEEK", 0.0)
+    monkeypatch.setattr(cluster, "_SEEK", 0.0)
     first, second = world.engine.named
     world.engine.named = [first]
 
     def come(run: Run) -> None:
-        if run.task.target == "cachetool.pull.worker:draw":
+        if run.task.target.endswith(":draw") and run.node == first:
             world.engine.named = [first, second]
         elif run.node == second and run.task.target == target:
             run.error = cachetool.UsageError("its folder cannot be written")
@@ -269,7 +303,8 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
 
     world.engine.started = come
 
-    assert world.pull(all=True, max_rate="2kB").samples == 20
+    result = world.pull(all=True, max_rate="2kB")
+    assert result.samples - result.released == 20
     assert [note for note in world.notes if "node b" in note] == [
         "node b: its folder cannot be written; the pull goes on without node b"
     ]
@@ -286,8 +321,8 @@ def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
     tasks = pulled_with_a_rate_while_b_comes(world, monkeypatch, written)
     assert parts == {"a": [1.0, 0.5], "b": [0.5]}
     for run in tasks:
-        assert run.task.arguments["pace"]["rate"] == 3000
-        assert run.task.arguments["pace"]["path"].endswith(f"/{run.node.name}/pace")
+        assert run.task.arguments["options"]["max_rate"] == 3000
+        assert run.task.arguments["pace"].endswith(f"/{run.node.name}/pace")
 
 
 def test_a_node_that_comes_and_has_no_room_for_its_part_of_the_rate_is_left_out(
@@ -310,7 +345,7 @@ def pulled_with_a_rate_while_b_comes(
 ) -> list[Run]:
     """Node b comes when a draws; ``written`` hears what is written on the nodes. Gives the tasks that drew."""
     world.write(0, 30)
-    monkeypatch.setattr(crew, "_SEEK", 0.0)
+    monkeypatch.setattr(cluster, "_SEEK", 0.0)
     first, second = world.engine.named
     world.engine.named = [first]
     write, drew = world.engine.write, []
@@ -321,13 +356,14 @@ def pulled_with_a_rate_while_b_comes(
         return path
 
     def come(run: Run) -> None:
-        if run.task.target == "cachetool.pull.worker:draw":
+        if run.task.target.endswith(":draw"):
             world.engine.named = [first, second]
             drew.append(run)
 
     monkeypatch.setattr(world.engine, "write", writes)
     world.engine.started = come
-    assert world.pull(all=True, max_rate="3kB").samples == 30
+    result = world.pull(all=True, max_rate="3kB")
+    assert result.samples - result.released == 30
     return drew
 
 
@@ -349,15 +385,76 @@ def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world:
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": alone, "b": alone}
 
 
-def test_a_source_that_had_grown_goes_on_though_the_catalog_of_the_whole_was_lost(world: World) -> None:
+def test_a_source_that_had_grown_goes_on(world: World) -> None:
     world.write(20, 40)
     world.pull(samples=10)
     world.write(0, 20)
     world.pull(samples=10, refresh=True)
-    shutil.rmtree(world.folder / "driver")
     before = {node: world.samples(node) for node in "ab"}
     result = world.pull(all=True)
 
     assert result.pass_complete
     assert sum(world.samples("a")) + sum(world.samples("b")) == 40
     assert all(world.samples(node)[: len(before[node])] == before[node] for node in "ab"), "nothing is drawn twice"
+
+
+def test_a_node_that_comes_with_samples_of_another_cut_is_left_out_and_keeps_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write(0, 20)
+    monkeypatch.setattr(cluster, "_SEEK", 0.0)
+    with cachetool.open_cache(world.folder / "b", max_size="20MB") as cache:
+        cache.pull(str(world.source), all=True, workers=1, shard_size="1kB")
+    first, second = world.engine.named
+    world.engine.named = [first]
+
+    def come(run: Run) -> None:
+        if run.task.target.endswith(":draw"):
+            world.engine.named = [first, second]
+
+    world.engine.started = come
+    assert world.pull(all=True).released == 0
+    assert sum(world.samples("b")) == 20
+    assert any("the pull goes on without node b" in note for note in world.notes)
+
+
+def test_nodes_without_any_room_end_the_pull(world: World) -> None:
+    world.write(0, 30)
+    (world.folder / "large").mkdir()
+    for number in range(20):
+        np.save(world.folder / "large" / f"{number}.x.npy", np.zeros(100_000, dtype=np.uint8))
+    for name in "ab":
+        with cachetool.open_cache(world.folder / name, max_size="2MB") as small:
+            small.pull(str(world.folder / "large"), dataset="other", workers=1, shard_size="1kB")
+    assert world.pull(max_size=None).reason == "cache full"
+
+
+def test_replicas_of_a_source_that_grew_draw_no_more_than_is_asked_for(world: World) -> None:
+    world.write(0, 20)
+    world.pull(all=True, placement="replicate")
+    world.write(20, 40)
+    assert world.pull(samples=5, placement="replicate", refresh=True).samples == 5
+    assert {node: sum(world.samples(node)) for node in "ab"} == {"a": 25, "b": 25}
+
+
+def test_a_node_that_returns_gets_parts_that_it_has(world: World) -> None:
+    world.write(0, 60)
+    world.pull(all=True)
+    first, second = world.engine.named
+    world.engine.named = [first]
+    world.pull(all=True)
+    world.engine.named = [first, second]
+    result = world.pull(all=True)
+
+    assert result.fetched == 0
+    assert keys(world, "a", "b") == [*range(60)]
+    assert all(sum(world.samples(name)) > 20 for name in "ab")
+
+
+def test_nodes_with_other_seeds_are_both_told(world: World) -> None:
+    world.write(0, 20)
+    for name, seed in (("a", 1), ("b", 5)):
+        with cachetool.open_cache(world.folder / name, max_size="20MB") as cache:
+            cache.pull(str(world.source), samples=5, seed=seed, workers=1)
+    with pytest.raises(cachetool.UsageError, match=r"node b draws .* with another --seed or --order than the others"):
+        world.pull(all=True, placement="replicate")
