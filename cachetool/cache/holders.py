@@ -207,7 +207,7 @@ def dead_holders(connection: Connection, folder: Path) -> list[Id]:
 
 
 def is_alive(connection: Connection, folder: Path, id: str) -> bool:
-    """Whether a holder that was registered lives; inside ``BEGIN IMMEDIATE``. A recovery deletes those that died."""
+    """Return True when a registered holder lives; inside ``BEGIN IMMEDIATE``. A recovery deletes those that died."""
     row = connection.execute("SELECT 1 FROM holders WHERE id = ?", (id,)).fetchone()
     return row is not None and id not in dead_holders(connection, folder)
 

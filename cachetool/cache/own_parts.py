@@ -26,7 +26,7 @@ from cachetool.core.text import count
 __all__ = ["Share", "assign", "held", "is_same_share", "refuse_beside", "refuse_loss", "samples_besides"]
 
 Share: TypeAlias = tuple[int, Collection[int]]
-"""Into how many parts a source is cut, and some of them."""
+"""A cut: the number of parts of a source; and some of these parts."""
 _MOST_COMPARED = 2**16
 """Parts of the common cut that two shares may have, for them to be compared."""
 
@@ -58,7 +58,7 @@ def samples_besides(connection: Connection, source: str, cut: int, parts: Collec
 
 
 def is_same_share(one: Share, other: Share) -> bool:
-    """Whether two ways to cut a source give the same units: part 1 of 2 is parts 1 and 3 of 4."""
+    """Return True when two ways to cut a source give the same units: part 1 of 2 is parts 1 and 3 of 4."""
     cut = math.lcm(one[0], other[0])
     counts = {len(parts) * (cut // of) for of, parts in (one, other)}
     if len(counts) > 1 or max(counts) > _MOST_COMPARED:
@@ -110,7 +110,7 @@ def assign(
 
 
 def _now(connection: Connection, source: str) -> tuple[int, set[int]]:
-    """Into how many parts a source is cut, and which of them are drawn here."""
+    """Return the number of parts that a source is cut into, and those that are drawn here."""
     row = known_source(connection, source)
     return row.cut, {part.number for part in row.parts}
 

@@ -118,7 +118,7 @@ class _Lease:
     seen: int | None
     """The newest version that a snapshot had contained before; None where this one shows nothing beyond it."""
     in_parts: bool
-    """Whether this cache draws some of the parts of a source of the dataset, and other caches the others."""
+    """True when this cache draws some of the parts of a source of the dataset, and other caches the others."""
 
 
 class Snapshot:
@@ -134,7 +134,7 @@ class Snapshot:
         self.dataset = dataset
         self.schema = schema
         self.in_parts = lease.in_parts
-        """Whether other caches draw other parts of a source of its dataset."""
+        """True when other caches draw other parts of a source of its dataset."""
         self.is_unchanged = rows is None
         """Whether its taker had its shards already: then they are looked up when they are asked for."""
         self.stamp = lease.stamp

@@ -14,7 +14,7 @@ __all__ = ["Held", "deal"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the cache of a node holds of a source."""
+    """The parts of a source that the cache of a node holds."""
 
     cap: int
     """Bytes."""

@@ -73,8 +73,6 @@ def pull_over(
     """
     from cachetool.cluster.engine import connect
 
-    if placement not in PLACEMENTS:
-        raise UsageError(f"--placement is {' or '.join(PLACEMENTS)}, got {placement!r}")
     if options.start_early:
         raise UsageError("--start-early goes with one machine; with --on ray leave it out")
     check_place(url)
@@ -103,30 +101,30 @@ class _Member:
     host: Node
     root: str
     looked: Message
-    """What :func:`cachetool.cluster.node.look` found."""
+    """The result of :func:`cachetool.cluster.node.look`."""
     is_late: bool = False
-    """Whether it came while the pull ran."""
+    """True when the node came while the pull ran."""
     parts: set[int] = field(default_factory=set)
     run: Run | None = None
     is_due: bool = True
-    """Whether a pull is to be started there, once none runs."""
+    """True when a pull is to be started there, once none runs."""
     full: str = ""
-    """Why it has no room for more."""
+    """The reason why its cache has no room for more; empty while there is room."""
     results: list[Message] = field(default_factory=list)
-    """Of its pulls that ended."""
+    """The results of its pulls that ended."""
     progress: Progress | None = None
-    """Of the one that runs."""
+    """The progress of the pull that runs."""
     place: tuple[int, int] | None = None
     """The pass of a replica, and the draws left of it, when it was last looked whether it is behind."""
 
     @property
     def name(self) -> str:
-        """Of the node, for people."""
+        """The name of the node, for people."""
         return self.host.name
 
     @property
     def is_starting(self) -> bool:
-        """Whether its pull does not draw yet."""
+        """True while its pull does not draw yet."""
         return self.run is not None and (self.progress is None or self.progress.phase != "pull")
 
     @property
@@ -135,7 +133,7 @@ class _Member:
         return None if self.looked["source"] is None else SourceRow.from_json(self.looked["source"])
 
     def held(self, cut: int) -> Held:
-        """What its cache holds of the source in so many parts."""
+        """Return the parts of the source that its cache holds, if the source is cut into ``cut`` parts."""
         source = self.source
         if source is None or source.cut != cut:
             return Held(self.looked["cap"], is_full=bool(self.full))
@@ -144,11 +142,11 @@ class _Member:
         return Held(self.looked["cap"], parts, frozenset(parts.keys() - begun), is_full=bool(self.full))
 
     def sum(self, name: str) -> int:
-        """What its pulls that ended came to."""
+        """Return the sum of a figure over its pulls that ended."""
         return sum(result[name] for result in self.results)
 
     def row(self, state: str) -> dict[str, Any]:
-        """What became of it, for a result."""
+        """Return the row of the node in a result."""
         names = ("samples", "shards", "bytes", "fetched", "evicted_shards")
         return {"node": self.name, "cache": self.root, **{name: self.sum(name) for name in names}, "state": state}
 
@@ -172,7 +170,7 @@ class _Pull:
         self._engine, self._template, self._url, self._options = engine, template, url, options
         self._size, self._scratch, self._report, self._notify = size, scratch, report, notify
         self._may_release = options.repart
-        """Whether samples of another cut may go."""
+        """True when samples of another cut may go."""
         self._replicate, self._id, self._began = replicate, source_id(url, options), time.monotonic()
         self._members: dict[str, _Member] = {}
         """By the ids of their nodes."""
@@ -182,11 +180,11 @@ class _Pull:
         self._asked: list[Run] = []
         self._next_look = 0.0
         self._is_changed = False
-        """Whether the parts are to be dealt again."""
+        """True when the parts are to be dealt again."""
         self._listings: dict[str, str] = {}
-        """Where on each node the listing lies, by its id."""
+        """The folder of the listing on each node, by the id of the node."""
         self._paces: dict[str, str] = {}
-        """Where on each node its share of --max-rate lies."""
+        """The file with the share of --max-rate on each node, by the id of the node."""
         self._listing = scratch / "listings" / self._id
         self._cut, self._units, self._per_unit = 1, 0, 1
         self._upto, self._pass, self._next_pass = 0, 0, False
@@ -330,13 +328,11 @@ class _Pull:
         row = None if first is None else first.source
         seed, sequential = drawn_as(row, self._options)
         options = fields_as_before(self._options, row)
+        make_folder(self._listing.parent)
         if first is not None:
-            make_folder(self._listing.parent)
             make_folder(self._listing)
             self._fetch(first)
             options = options.with_source(with_classes(options.source, Schema.from_json(first.looked["schema"])))
-        else:
-            make_folder(self._listing.parent)
         order = {
             "seed": seed, "sequential": sequential, "pass_number": row.pass_number if row else 0,
             "segments": row.segments if row else (),
@@ -469,7 +465,7 @@ class _Pull:
         return done
 
     def _is_behind(self, member: _Member) -> bool:
-        """Whether a replica is in an earlier pass than others."""
+        """Return True when a replica is in an earlier pass than others."""
         return self._replicate and member.source is not None and member.source.pass_number < self._pass
 
     def _reach(self, draws: int) -> int:
@@ -599,8 +595,8 @@ class _Pull:
                 member.is_due = member.is_due and not member.full
 
     def _more(self) -> bool:
-        """Whether more is to be drawn although no pull runs: parts of full nodes by others, or draws that make up for
-        those that gave no sample."""
+        """Return True when more is to be drawn although no pull runs: parts of full nodes by others, or draws that make
+        up for those that gave no sample."""
         self._take(self._look([member.host for member in self._nodes]))
         self._refuse_shared()
         if self._replicate and self._options.samples is not None:

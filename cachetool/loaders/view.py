@@ -79,7 +79,7 @@ class View:
     schema: Schema
     parts: tuple[ShardFile, ...]
     in_parts: bool = False
-    """Whether its cache draws one node's share of a source."""
+    """True when its cache draws one node's share of a source."""
     starts: Int64s = field(init=False, repr=False, compare=False)
     """Number of the first sample of each part, and behind them the number of samples: (parts + 1,)."""
 
