@@ -29,28 +29,76 @@ __all__ = ["Cache", "convert", "find_shard", "open_cache", "pull_into", "read_sa
 
 
 class Cache(CacheDir):
-    """A cache folder with its verbs. Made by :func:`open_cache`. A name with ``{node}`` in it stands for one folder on
-    each node of a cluster."""
+    """A cache folder: pull samples into it, convert, evict and inspect them. Made by :func:`open_cache`.
+
+    A cache is a context manager. Threads may share it, and a forked child may use it. A name of a folder with
+    ``{node}`` in it stands for one folder on each node of a Ray cluster. A new cache is written to disk at the first
+    use of its catalog, so a call that fails before leaves nothing behind.
+
+    Example:
+        >>> import cachetool
+        >>> with cachetool.open_cache("data/new", max_size="20MB") as cache:
+        ...     result = cache.pull("s3://bucket/volumes/", samples=100)
+        ...     cache.stats().samples
+        100
+    """
 
     asked: Mapping[str, Any] = MappingProxyType({"max_size": None, "min_free": None, "notify": None})
-    """What it was opened with."""
+    """The arguments with which the cache was opened."""
 
     @takes(PullCall)
     def pull(self, source: str | os.PathLike[str], options: PullCall) -> PullResult:
-        """Draw samples of ``source`` (a folder, or an s3, gs, az or http URL) into this cache.
+        """Draw samples from a source into this cache.
 
-        Without ``samples``, ``all`` or ``follow`` until the cache is full or the source at its end. The draw is random,
-        without repeats, decided by ``seed`` alone. Errors are those of :func:`cachetool.pull.run.pull`. ``on="ray"``
-        draws into the caches of all nodes of the Ray cluster at ``address``:
-        :func:`cachetool.cluster.pull.pull_over`.
+        Without ``samples``, ``all`` or ``follow`` the pull ends when the cache is full or the source is at its end. The
+        draw is random and without repeats; ``seed`` decides its order. Options and their defaults are those of
+        ``cachetool pull``.
+
+        Args:
+            source: A folder, a file, or a URL: ``s3://``, ``gs://``, ``az://``, ``https://``, ``sftp://``, ``hf://``.
+
+        Returns:
+            A :class:`~cachetool.pull.job.PullResult`: the number of samples, shards and bytes, and why the pull
+            stopped.
+
+        Raises:
+            UsageError: An option cannot be used, or does not fit the cache or the dataset.
+            SourceError: The store, the listing or an object cannot be read (:class:`NotFound`, :class:`AccessDenied`,
+                :class:`Unreachable`, :class:`BadObject`).
+            CapTooSmall: The cap cannot hold one shard; raised before anything is fetched.
+            CapBlocked: Fewer samples than asked for fit, because readers hold the room.
+            CapacityError: The disk is full.
+            Interrupted: The pull was stopped by Ctrl-C or SIGTERM; committed shards stay.
+
+        Example:
+            >>> import cachetool
+            >>> with cachetool.open_cache("data/new", max_size="20MB") as cache:
+            ...     result = cache.pull("s3://bucket/volumes/", samples=100, to="hdf5")
+            >>> result.samples, result.format
+            (100, 'hdf5')
         """
         return pull_into(self, source, options)
 
     @takes(ConvertCall)
     def convert(self, options: ConvertCall) -> ConvertResult:
-        """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
+        """Write the shards of a dataset in another format, bit for bit: in place, or with ``out`` as plain files.
 
-        Options that say how files are read are refused. Errors are those of :func:`cachetool.conversion.run.convert`.
+        Options that say how files are read are refused, because the samples of a cache are taken as they are.
+
+        Returns:
+            A :class:`~cachetool.conversion.run.ConvertResult`: the number of shards, samples and bytes, and the digest.
+
+        Raises:
+            UsageError: An option cannot be used, or there is no such dataset.
+            CapacityError: There is no space for the new shards (:class:`CapBlocked`: readers hold it).
+            CorruptError: A shard is damaged; the message names it.
+
+        Example:
+            >>> import cachetool
+            >>> with cachetool.open_cache("data/cache") as cache:
+            ...     result = cache.convert(to="zarr")
+            >>> result.samples, result.to
+            (24, 'zarr')
         """
         from cachetool.conversion.run import convert
 
@@ -67,7 +115,7 @@ def pull_into(cache: Cache, source: str | os.PathLike[str], options: PullCall) -
         from cachetool.cluster.pull import pull_over
 
         if asked.part is not None or asked.listing is not None:
-            raise UsageError("--part and --listing are for nodes that draw by themselves; leave out --on ray")
+            raise UsageError("--part and --listing are for nodes that pull without a cluster; leave out --on ray")
         size = {name: cache.asked[name] for name in ("max_size", "min_free")}
         return pull_over(
             cache.root, source, asked, address=call.address, placement=call.placement or "split", **size,
@@ -86,23 +134,53 @@ def open_cache(
     create: bool = True,
     notify: Callable[[str], None] | None = None,
 ) -> Cache:
-    """Open a cache folder, or prepare a new one; see :func:`cachetool.cache.open_cache` for arguments and errors."""
+    """Open a cache folder, or prepare a new one.
+
+    Unfinished work of dead processes is completed first.
+
+    Args:
+        root: The folder. Default: ``$CACHETOOL_CACHE``, otherwise the cache folder of this user on this platform.
+        max_size: The cap: most bytes that the cache folder may take, a number or text such as ``"50GB"``. Another cap
+            for an existing cache takes effect with the first write. Default: the cap that the cache has; half of the
+            free disk for a new cache.
+        min_free: Bytes of the disk that pulls leave free, a number or text. Default: the value that the cache has; 0
+            for a new cache.
+        create: False: raise an error if there is no cache. Default: True.
+        notify: A function that gets one line of text for the user, such as the cap of a new cache. Default: no lines.
+
+    Returns:
+        A :class:`Cache`.
+
+    Raises:
+        UsageError: The folder is not a cache, or others may write to it; there is no cache and ``create`` is False; or
+            another process uses the cache, so that the cap cannot change.
+        CatalogError: A newer version of cachetool made the cache, or the cache lost files of its own.
+        CapTooSmall: The cap is too small for the cache's own files, or below the bytes in use.
+
+    Example:
+        >>> import cachetool
+        >>> with cachetool.open_cache("data/new", max_size="50GB") as cache:
+        ...     cache.max_size
+        50000000000
+    """
     cache = open_root(Cache, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
     cache.asked = {"max_size": max_size, "min_free": min_free, "notify": notify}
     return cache
 
 
 def runs_on_cluster(on: str, cache: str | Path | None, **only: object) -> bool:
-    """Whether a verb is to run on the nodes of a cluster; ``only`` are options that have a sense there alone. Raises
-    :class:`UsageError` for what goes with neither."""
+    """Return True if a command is to run on the nodes of a cluster.
+
+    ``only`` are options that need a cluster. Raises :class:`UsageError` for a combination that cannot be used.
+    """
     parse_choice(on, ("local", "ray"), what="--on")
     if on == "ray":
         if re.search(r"[{}]", str(cache).replace(PLACE, "")):
-            raise UsageError(f"cache {cache} has braces that are not those of {PLACE}; name the folder of each node so")
+            raise UsageError(f"cache {cache} has braces other than {PLACE}; use {PLACE} for the name of each node")
         return True
     for name, value in only.items():
         if value is not None:
-            raise UsageError(f"--{name} goes with --on ray; add that, or leave it out")
+            raise UsageError(f"--{name} needs --on ray; add --on ray, or leave out --{name}")
     if PLACE in str(cache):
         raise UsageError(f"cache {cache} is one folder for each node; add --on ray, or name one folder")
     return False
@@ -110,10 +188,26 @@ def runs_on_cluster(on: str, cache: str | Path | None, **only: object) -> bool:
 
 @takes(ConvertCall)
 def convert(source: str | os.PathLike[str], options: ConvertCall) -> ConvertResult:
-    """Write the samples of ``source``, a file, a folder or a URL, as plain files into the new folder ``out``.
+    """Write the samples of a file, a folder or a URL as plain files into a new folder.
 
-    No cache is touched: :meth:`Cache.pull` brings samples into one. Errors are those of
-    :func:`cachetool.conversion.run.convert`.
+    No cache is involved; to bring samples into a cache, use :meth:`Cache.pull`.
+
+    Args:
+        source: A file, a folder or a URL, as for :meth:`Cache.pull`.
+
+    Returns:
+        A :class:`~cachetool.conversion.run.ConvertResult`: the number of files, samples and bytes, and the digest.
+
+    Raises:
+        UsageError: An option cannot be used, or ``out`` is missing.
+        SourceError: The input cannot be read (:class:`BadObject`: a file is damaged).
+        CapacityError: The disk is full.
+
+    Example:
+        >>> import cachetool
+        >>> result = cachetool.convert("s3://bucket/run7.h5", to="zarr", out="run7")
+        >>> result.samples
+        120
     """
     from cachetool.conversion.run import convert
 

@@ -1,7 +1,6 @@
-"""``cachetool bench``: how fast this machine can feed a training loop, and what holds it back.
+"""``cachetool bench``: how fast this machine can feed a training loop, and what limits it.
 
-A front door of its own: it looks through the loaders as a training script does, in a process of its own, which the
-command starts and whose messages it shows.
+The command starts a process of its own, which uses the loaders as a training script does, and shows its messages.
 
 ::
 

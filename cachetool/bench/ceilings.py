@@ -1,4 +1,4 @@
-"""What the machine gives before any loader: its memory and the disk that the samples lie on. MB/s."""
+"""Limits that the machine sets to any loader, in MB/s: its memory, and the disk on which the samples are."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from cachetool.core.block import Ragged
 __all__ = ["available", "disk", "memory"]
 
 _PIECE = 2**23
+# Requests at once: a disk reaches its rate at random places only with many in flight.
 _IN_FLIGHT = 16
 
 
 def available() -> int:
-    """Bytes of memory that programs and the page cache may still take; 0 where the kernel does not say."""
+    """Return the bytes of memory that programs and the page cache may still take; 0 where the kernel does not say."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -30,7 +31,8 @@ def available() -> int:
 
 
 def memory(trial: Trial, seconds: float) -> float:
-    """Shuffled samples copied within memory into a batch that is used again: no loader can be much faster."""
+    """Return the rate at which shuffled samples are copied within memory into one batch, used again and again."""
+    # No loader can be much faster than this copy, so it is the limit to compare with.
     columns = [stored.values if isinstance(stored, Ragged) else stored for stored in trial.block.columns.values()]
     column = max(columns, key=lambda values: values.nbytes)
     batch = max(1, min(trial.batch, len(column)))
@@ -42,6 +44,8 @@ def memory(trial: Trial, seconds: float) -> float:
         while time.perf_counter() < end:
             order = rng.permutation(len(column))
             for at in range(0, len(order) - batch + 1, batch):
+                # mode="clip", because with the default mode numpy.take copies into a buffer of its
+                # own first, and the limit would be too low.
                 np.take(column, order[at : at + batch], axis=0, out=out["x"], mode="clip")
                 total += touched([out])
         return total
@@ -50,9 +54,9 @@ def memory(trial: Trial, seconds: float) -> float:
 
 
 def disk(paths: list[Path], size: int, seconds: float) -> tuple[float, float]:
-    """The files read in order, and pieces of ``size`` bytes at random, with 16 requests in flight; neither from memory.
+    """Return the rates of the disk for files read in order, and for pieces of ``size`` bytes at random, 16 at once.
 
-    A disk that is a network's or a virtual one may still answer from a memory of its own.
+    The page cache is dropped before both. A network disk or a virtual one may still answer from a memory of its own.
     """
     drop(paths)
     in_order = rate(lambda: _in_order(paths))
@@ -65,6 +69,7 @@ def disk(paths: list[Path], size: int, seconds: float) -> tuple[float, float]:
     def read(assigned: list[tuple[Path, int]]) -> int:
         memory, total = memoryview(bytearray(size)), 0
         fds: dict[Path, int] = {}
+        # Each thread has its own descriptors and buffer, so the threads share nothing but the disk.
         try:
             for path, at in assigned:
                 if time.perf_counter() > end:
@@ -86,6 +91,7 @@ def disk(paths: list[Path], size: int, seconds: float) -> tuple[float, float]:
 def _in_order(paths: list[Path]) -> int:
     memory, total = memoryview(bytearray(_PIECE)), 0
     for path in paths:
+        # Without a buffer of Python's, whose copy would count into the rate of the disk.
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(memory):
                 total += count

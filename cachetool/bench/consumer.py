@@ -1,4 +1,5 @@
-"""What every loader is measured by, ours and the peers': the consumer that touches each page. NumPy alone."""
+"""The consumer by which every loader is measured, ours and others: it touches each page of each batch. Uses NumPy
+alone."""
 
 from __future__ import annotations
 
@@ -11,26 +12,30 @@ from typing import Any
 __all__ = ["PACE", "STRIDE", "Spinner", "epoch", "rate", "touched"]
 
 PACE = 600e6
-"""Bytes a second that a paced consumer takes."""
+"""Bytes a second that a consumer with a fixed pace takes."""
 
+# At least one byte in each page, wherever the first page begins, and each in another cache line
+# than the byte before. With 4,096 all bytes would fall into one set of the processor's first cache.
+# Its few ways would then be measured, which no program that reads its samples meets.
 STRIDE = 4096 - 64
-"""Bytes from one that is touched to the next: one in each page at least, wherever the first page begins, and each in
-another line than the one before. At a stride of 4,096 all of them fall into one set of the processor's first cache, and
-its few ways are what is measured; nobody who reads his samples meets that."""
+"""Bytes from one touched byte to the next."""
 
 
 def touched(batches: Iterable[dict[str, Any]], pace: float | None = None, seconds: float | None = None) -> int:
-    """Touch every page of every batch, without letting go of the GIL; gives the bytes of all.
+    """Touch every page of every batch without releasing the GIL. Return the bytes of all batches.
 
-    ``pace``: bytes a second at most. ``seconds``: stop after so many, in the middle of an epoch.
+    ``pace`` is the maximum of bytes a second. ``seconds`` stops the epoch after that time.
     """
     total, begin = 0, time.perf_counter()
     for batch in batches:
         for column in batch.values():
-            if isinstance(column, list):  # texts, which were copied when the list was made
+            # Texts were copied already when the list was made, so their length is enough.
+            if isinstance(column, list):
                 total += sum(map(len, column))
                 continue
             view = memoryview(getattr(column, "values", column)).cast("B")
+            # A slice of a memoryview is copied by C code that keeps the GIL, as a training step in
+            # Python does.
             bytes(view[::STRIDE])
             total += len(view)
         passed = time.perf_counter() - begin
@@ -42,7 +47,7 @@ def touched(batches: Iterable[dict[str, Any]], pace: float | None = None, second
 
 
 class Spinner:
-    """A thread that counts, and how much of its time it was kept from it by the GIL."""
+    """A thread that counts, and the part of its time for which the GIL kept it from counting."""
 
     def __init__(self) -> None:
         self.blocked = 0.0
@@ -51,6 +56,8 @@ class Spinner:
 
     def _spin(self) -> None:
         def times() -> tuple[float, float]:
+            # The kernel's own times of this thread. Time in which it could run but had no processor
+            # counts as running: other programs on the machine are not the loader's fault.
             running, waiting, _ = Path("/proc/thread-self/schedstat").read_text().split()
             return time.perf_counter(), (int(running) + int(waiting)) / 1e9
 
@@ -71,7 +78,7 @@ class Spinner:
 
 
 def rate(read: Callable[[], int]) -> float:
-    """MB/s of what ``read`` gives the bytes of."""
+    """Return the MB/s of a function that returns the bytes it read."""
     begin = time.perf_counter()
     return read() / (time.perf_counter() - begin) / 1e6
 
@@ -83,11 +90,9 @@ def epoch(
     pace: float | None = None,
     seconds: float | None = None,
 ) -> dict[str, float]:
-    """One epoch: its MB/s, and beside a counting thread (``busy``) how much of its time that was blocked.
-
-    Both from the second batch on: how long an epoch takes to begin is not what is compared here.
-    """
+    """Measure one epoch: its MB/s, and with ``busy`` the part of a counting thread's time that was blocked."""
     batches = iter(start())
+    # From the second batch on: how long an epoch takes to begin is not compared here.
     touched([next(batches)])
     if not busy:
         return {"MB/s": rate(lambda: touched(batches, pace, seconds))}

@@ -1,4 +1,4 @@
-"""The task of the process that measures, which sends a message for each thing found: what ``cachetool bench`` shows."""
+"""The task of the measuring process. It sends a message for each result, which ``cachetool bench`` shows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cachetool.proc.task import Channel, Message
 __all__ = ["run"]
 
 _SMALL = 2**14
-"""Samples below so many bytes are slow to read one by one."""
+"""Bytes of a sample below which reading samples one by one is slow."""
 
 
 def run(channel: Channel, **options: Any) -> Message:
-    """Measure by ``cache``, ``data``, ``dataset``, ``folder``, ``workers`` and ``seconds``.
+    """Measure with the options ``cache``, ``data``, ``dataset``, ``folder``, ``workers`` and ``seconds``.
 
-    Sends ``{"note": ...}``, then ``{"row": [what, how, number, unit]}``, at last ``{"advice": ...}``.
+    First send ``{"note": ...}``, then each result as ``{"row": [what, how, number, unit]}``, last ``{"advice": ...}``.
     """
     with scratch(Path(options["folder"]), "cachetool-bench-") as folder:
         for message in _measure(options, folder):
@@ -50,6 +50,7 @@ def _measure(options: dict[str, Any], folder: Path) -> Iterator[Message]:
     own = trial.format or names[0]
     window = None
     by_workers: dict[int, float] = {}
+    # The user's own format first, because the disk is measured by the files of the first one.
     for name in sorted(names, key=lambda candidate: candidate != own):
         with written(trial, name, folder) as cache:
             if not cold:
@@ -57,7 +58,9 @@ def _measure(options: dict[str, Any], folder: Path) -> Iterator[Message]:
                     files_of(cache), min(trial.mean, 2**20), seconds
                 )
                 yield _row("disk", "in order", limits["in_order"])
-                yield _row("disk", f"{format_size(min(trial.mean, 2**20))} at random, 16 at once", limits["at_random"])
+                yield _row(
+                    "disk", f"{format_size(min(trial.mean, 2**20))} at random, 16 at a time", limits["at_random"]
+                )
             cold[name] = rates.cold(cache, trial, workers=workers, shuffle="full")
             warm[name], busy[name] = rates.warm(cache, trial, workers=workers, seconds=seconds)
             yield _row(name, "Loader, from memory", warm[name])
@@ -69,6 +72,7 @@ def _measure(options: dict[str, Any], folder: Path) -> Iterator[Message]:
                     yield _row(name, 'Loader, from the disk, shuffle="window"', window)
                 for count in sorted({1, workers, os.cpu_count() or 1}):
                     by_workers[count] = (
+                        # Measured above already with this number of workers.
                         warm[name] if count == workers else rates.warm(cache, trial, workers=count, seconds=seconds)[0]
                     )
                     if count != workers:
@@ -109,7 +113,7 @@ def _trial(options: dict[str, Any]) -> Trial:
 
 
 def _conversion(options: dict[str, Any]) -> str:
-    """The command that brings the samples into the format ``{}``."""
+    """Return the command that brings the samples into the format ``{}``."""
     if options["data"] is not None:
         return f"cachetool convert --to {{}} --out NEW {shlex.quote(options['data'])}"
     if options["cache"] is None:

@@ -1,6 +1,6 @@
 """Rates at which batches reach a consumer that touches every page of them, and the advice that follows. MB/s of values.
 
-The advice says which part is the slowest, and what to change. Pure: numbers in, sentences out.
+The advice tells which part is the slowest, and what to change. It is made of the numbers alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from cachetool.loaders.numpy import Loader
 __all__ = ["Measurements", "advice", "cold", "frameworks", "gil_left", "warm"]
 
 
+# Set here, because the environment may be that of a launcher, whose ranks would divide the samples.
 _ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
-"""Whatever launcher's environment the command finds."""
+"""The place of the only process."""
 
 
 def _epochs(batches: Iterable[Any], seconds: float) -> float:
-    """The rate over whole epochs, for so many seconds at least."""
+    """Return the rate over whole epochs, for at least ``seconds`` seconds."""
 
     def read() -> int:
         total, end = 0, time.perf_counter() + seconds
@@ -37,16 +38,18 @@ def _epochs(batches: Iterable[Any], seconds: float) -> float:
 
 
 def cold(cache: CacheDir, trial: Trial, *, workers: int, shuffle: str) -> float:
-    """One epoch of samples that are on the disk alone, from the moment that its feeders are there."""
+    """Return the rate of one epoch of samples that are only on the disk, measured once the feeders have started."""
     drop(files_of(cache))
     with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE, shuffle=shuffle, epochs=1) as loader:
+        # iter() starts the feeders, which is not part of the rate.
         batches = iter(loader)
         return rate(lambda: touched(batches))
 
 
 def warm(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> tuple[float, float]:
-    """Epochs of samples that are in memory: alone, and beside a thread of pure Python."""
+    """Return the rates of epochs of samples in memory: alone, and beside a thread of pure Python."""
     with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
+        # One epoch first, which brings the samples into memory and fills the ring.
         touched(loader)
         alone = _epochs(loader, seconds)
         with Spinner():
@@ -54,8 +57,11 @@ def warm(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> tupl
 
 
 def gil_left(cache: CacheDir, trial: Trial, *, workers: int, seconds: float, most: float) -> tuple[float, float]:
-    """At which rate batches were taken (600 MB/s, or half of ``most``), and which share of the time the rest of the
-    training process could run Python meanwhile."""
+    """Return the rate at which batches were taken, and the part of the time in which other Python code could run.
+
+    The rate is 600 MB/s, or half of ``most``.
+    """
+    # Half of what is possible, so that the feeders are never what the loop waits for.
     pace = min(PACE, most * 1e6 / 2)
     with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
         touched(loader)
@@ -65,7 +71,9 @@ def gil_left(cache: CacheDir, trial: Trial, *, workers: int, seconds: float, mos
 
 
 def frameworks(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> list[tuple[str, float]]:
-    """The loaders for PyTorch and, of a cache of TFRecords, for TensorFlow, where they are installed."""
+    """Return the rates of the loaders for PyTorch and, of a cache of TFRecords, for TensorFlow, where they are
+    installed."""
+    # Batches of ragged fields are no arrays there, which the consumer could touch.
     measures: list[tuple[str, Callable[[], float]]] = []
     fixed = trial.block.schema.is_fixed
     if find_spec("torch") is not None and fixed:
@@ -129,7 +137,7 @@ def _tensorflow(cache: CacheDir, trial: Trial, seconds: float) -> float:
 
 
 _FASTER = 1.25
-"""Less is no difference on a machine that does other work."""
+"""Factor below which a difference of two rates says nothing on a machine that does other work."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class Measurements:
     """The results of a benchmark; rates are MB/s."""
 
     total_bytes: int
-    """Bytes of all the samples, of which some were measured."""
+    """Bytes of all samples, of which some were measured."""
     available: int
     """Bytes of memory that the page cache may take; 0 when unknown."""
     mean: int
@@ -148,61 +156,60 @@ class Measurements:
     in_order: float
     at_random: float
     own: str
-    """The format that the samples are in, or the fastest."""
+    """The format of the samples, or the fastest one."""
     warm: dict[str, float]
     busy: dict[str, float]
     cold: dict[str, float]
     window: float | None
-    """Cold, with ``shuffle="window"``; None where it was not tried."""
+    """Cold, with ``shuffle="window"``; None if it was not tried."""
     by_workers: dict[int, float]
     """Warm, by the number of feeders."""
     workers: int
     conversion: str
     """The command that brings the samples into the format ``{}``."""
-    compressed: bool = False
 
 
 def advice(measured: Measurements) -> str:
-    """One sentence: what sets the pace, and what would change it."""
+    """Return one sentence: what limits the rate, and what would change that."""
     fits = not measured.available or measured.total_bytes < 0.8 * measured.available
     warm, cold = measured.warm[measured.own], measured.cold[measured.own]
     if not fits:
         return _disk(measured, cold)
     fastest = max(measured.warm, key=lambda name: measured.warm[name])
     total, available = format_size(measured.total_bytes), format_size(measured.available)
-    pace = f"All {total} fit into memory ({available} left), so from the second"
-    pace += f" epoch on batches come from there, at {warm:,.0f} MB/s"
+    pace = f"All {total} fit into memory ({available} free), so from the second"
+    pace += f" epoch on batches come from memory, at {warm:,.0f} MB/s"
     best = max(measured.by_workers, key=lambda count: measured.by_workers[count])
     if measured.by_workers[best] > _FASTER * measured.by_workers.get(measured.workers, warm):
-        return f"{pace}; the feeders set the pace: workers={best} gives {measured.by_workers[best]:,.0f} MB/s."
+        return f"{pace}; the feeders limit the rate: workers={best} gives {measured.by_workers[best]:,.0f} MB/s."
     if measured.warm[fastest] > _FASTER * warm:
         change = measured.conversion.replace("{}", fastest, 1)
-        return f"{pace}; the format sets the pace: {fastest} gives {measured.warm[fastest]:,.0f} MB/s ({change})."
+        return f"{pace}; the format limits the rate: {fastest} gives {measured.warm[fastest]:,.0f} MB/s ({change})."
     step = measured.batch * measured.mean / warm / 1e3
     return (
-        f"{pace}: a training step of {step:.2g} ms or more for {measured.batch} samples sets the pace and never waits;"
+        f"{pace}; a training step that takes {step:.2g} ms or more for {measured.batch} samples never waits;"
         " nothing needs to change."
     )
 
 
 def _disk(measured: Measurements, cold: float) -> str:
     total, available = format_size(measured.total_bytes), format_size(measured.available)
-    pace = f"The {total} of samples do not fit into the {available} of memory"
-    pace += f" left, so epochs read the disk, at {cold:,.0f} MB/s"
+    pace = f"The {total} of samples do not fit into the {available} of free"
+    pace += f" memory, so epochs read the disk, at {cold:,.0f} MB/s"
     if measured.window is not None and measured.window > _FASTER * cold:
         better = f'shuffle="window" gives {measured.window:,.0f} MB/s'
-        return f"{pace}; samples of {format_size(measured.mean)} one by one are slow: {better}."
+        return f"{pace}; reading samples of {format_size(measured.mean)} one by one is slow: {better}."
     fastest = max(measured.cold, key=lambda name: measured.cold[name])
     if measured.cold[fastest] > _FASTER * cold:
         return (
-            f"{pace}; the format sets the pace: {fastest} gives {measured.cold[fastest]:,.0f} MB/s"
+            f"{pace}; the format limits the rate: {fastest} gives {measured.cold[fastest]:,.0f} MB/s"
             f" ({measured.conversion.replace('{}', fastest, 1)})."
         )
     limit = max(measured.at_random, measured.in_order)
     if cold > 0.7 * measured.at_random:
         return (
-            f"{pace}, {100 * cold / limit:.0f} % of what it gives: the disk sets the pace; a cap below"
-            f" {format_size(int(0.8 * measured.available))} (--max-size) would keep the epochs in memory."
+            f"{pace}, {100 * cold / limit:.0f} % of its rate: the disk is the limit; a cap below"
+            f" {format_size(int(0.8 * measured.available))} (--max-size) keeps all samples in memory."
         )
     more = f"more workers keep more requests in flight (workers={measured.workers * 2})"
-    return f"{pace}, of {limit:,.0f} MB/s that it gives; {more}."
+    return f"{pace}, of {limit:,.0f} MB/s that the disk can give; {more}."

@@ -29,40 +29,42 @@ _CAP = "20GB"
 
 @dataclass(frozen=True)
 class Trial:
-    """Samples in memory, and what the whole is of which they are a part."""
+    """Samples in memory, and figures of the dataset that they are taken from."""
 
     what: str
-    """For people: where they come from."""
+    """The origin of the samples, as text for people."""
     format: str | None
-    """In which most of the whole is stored; None outside a cache."""
+    """The format of most of the dataset; None outside a cache."""
     block: Block
     total_bytes: int
-    """Bytes of values of the whole."""
+    """Bytes of the values of the whole dataset."""
 
     @property
     def mean(self) -> int:
-        """Bytes of a sample, on average."""
+        """Return the bytes of a sample, on average."""
         return max(1, self.block.nbytes // self.block.samples)
 
     @property
     def batch(self) -> int:
-        """Samples of a batch of about 8 MB, at most 256."""
+        """Return the samples of a batch of about 8 MB, at most 256."""
         return max(1, min(256, 2**23 // self.mean, self.block.samples))
 
 
 def made_up() -> Trial:
-    """Noise, as scientific data is: samples of 128 KiB."""
+    """Return made-up samples of 128 KiB."""
     schema = Schema((Field("x", "<f4", (2**15,)), Field("y", "<i8")))
     count = BYTES // 2**17
+    # Noise, because scientific data is noise to any disk or format that compresses.
     raw = np.random.default_rng(0).integers(0, 2**63, size=count * 2**14, dtype=np.int64)
     block = Block(schema, {"x": raw.view("<f4").reshape(count, -1), "y": np.arange(count)})
     return Trial("made-up samples of 128 KiB", None, block, block.nbytes)
 
 
 def of_cache(cache: CacheDir, dataset: str | None) -> Trial:
-    """The oldest samples of a dataset, under a lease. Raises :class:`NotFound` when there is none."""
+    """Return the oldest samples of a dataset, read under a lease. Raises :class:`NotFound` when there are none."""
     if not cache.shards(dataset):
         raise NotFound(f"no samples in the cache {cache.root} yet; name files to measure: cachetool bench DATA")
+    # Under a lease, so that no pull evicts the shards while they are read.
     with cache.snapshot(dataset=dataset) as snapshot:
         shards = snapshot.shards
         charged: dict[str, int] = {}
@@ -77,10 +79,10 @@ def of_cache(cache: CacheDir, dataset: str | None) -> Trial:
 
 
 def of_files(path: Path) -> Trial:
-    """The first samples of a file or folder that ``convert`` reads. Raises what opening it raises."""
+    """Return the first samples of a file or folder that ``convert`` reads. Raises the errors of opening it."""
     with described(path, SourceOptions()) as description, closing(open_input(description)) as opened:
         if not opened.samples:
-            raise NotFound(f"{path}: no samples in it")
+            raise NotFound(f"{path} has no samples")
         block = _some(opened.blocks(0, opened.samples))
         return Trial(str(path), None, block, opened.samples * (block.nbytes // block.samples))
 
@@ -93,13 +95,13 @@ def _some(blocks: Iterator[Block]) -> Block:
         if nbytes >= BYTES:
             break
     if sum(block.samples for block in taken) < 2:
-        raise UsageError("a single sample is nothing to measure a loader by; name more data")
+        raise UsageError("one sample is too few to measure a loader; name more data")
     return Block.concat(taken)
 
 
 @contextmanager
 def deleted(folder: Path) -> Iterator[Path]:
-    """A folder that is gone afterwards."""
+    """Yield the folder, and delete it at the end."""
     try:
         yield folder
     finally:
@@ -108,7 +110,7 @@ def deleted(folder: Path) -> Iterator[Path]:
 
 
 def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
-    """Commit the block as so many shards of a format."""
+    """Commit the block as ``shards`` shards of a format."""
     kind = get_format(name)
     cache.declare("default", block.schema)
     for rows in np.array_split(np.arange(block.samples), min(shards, block.samples)):
@@ -124,24 +126,25 @@ def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
 
 @contextmanager
 def written(trial: Trial, name: str, folder: Path) -> Iterator[CacheDir]:
-    """The samples as a cache of one format in ``folder``."""
+    """Yield the samples as a cache of one format in ``folder``."""
     with deleted(folder / name) as root, open_cache(root, max_size=_CAP) as cache:
         fill(cache, name, trial.block, _SHARDS)
         yield cache
 
 
 def files_of(cache: CacheDir) -> list[Path]:
-    """Every file of its shards."""
+    """Return every file of the shards of a cache."""
     return [path for shard in cache.shards() for path in sorted(shard.path.rglob("*")) if path.is_file()]
 
 
 def drop(paths: list[Path]) -> None:
-    """Ask the kernel to forget what it keeps of these files in memory."""
+    """Ask the kernel to drop these files from memory."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
+            # Synced first, because the kernel does not drop pages that are still to be written.
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -1,13 +1,14 @@
-"""Who may write: room for the whole of it is reserved before the first byte.
+"""Admission of a writer: the room for a complete shard is reserved before its first byte is written.
 
-The loop of :func:`admit`, each turn one transaction::
+The loop of :func:`admit`; each round is one transaction::
 
-    fits under the cap and over the free-disk floor?  -> the caller's row is inserted: admitted
-    could never fit?                                  -> CapTooSmall
-    victims allowed?                                  -> they retire; what nobody reads is deleted; again
-    nothing to gain now                               -> wait for leases and writers to end, at most `wait`; CapBlocked
+    fits under the cap and leaves the floor of free disk?  -> the caller's row is inserted: admitted
+    can never fit?                                         -> CapTooSmall
+    victims allowed?                                       -> they retire; those without readers are deleted; next round
+    no space can be made now                                -> wait for leases and writers to end, at most `wait`;
+                                                              then CapBlocked
 
-Reserving step by step instead would deadlock two writers that each hold half of what they need.
+A reservation in steps would deadlock two writers that each hold half of the room they need.
 """
 
 from __future__ import annotations
@@ -29,33 +30,37 @@ from cachetool.core.units import format_duration, format_size
 
 __all__ = ["admit", "allow_growth", "asked", "folder_slack", "minimum", "refuse_full_disk"]
 
+# Seconds between two rounds of a writer that waits. A writer that waits without end looks less
+# often, and one that waits for another writer more often; see `admit`.
 _POLL = 0.2
 _RAISE = "raise --max-size or lower --shard-size"
 
 
 def folder_slack(layout: Layout) -> int:
-    """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
+    """Return the bytes by which the cache's own folders may grow for one new shard or listing: one disk block for each
+    of two folders."""
     return 2 * layout.disk_block
 
 
 def asked(connection: Connection, layout: Layout, need: int) -> int:
-    """What ``need`` bytes come to with what the cache's folders and its catalog may grow by."""
+    """Return ``need`` plus the bytes by which the cache's folders and its catalog may grow."""
     return need + _catalog_growth(connection) + folder_slack(layout)
 
 
 def minimum(connection: Connection, layout: Layout, need: int) -> int:
-    """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
+    """Return the smallest cap in bytes under which ``need`` bytes fit into the cache when it holds no shard."""
     usage = measure(connection, layout)
     return usage.overhead + usage.listings + asked(connection, layout, need)
 
 
 def refuse_full_disk(layout: Layout, need: int, floor: int) -> None:
-    """Raise :class:`CapacityError` when ``need`` bytes would leave less than ``floor`` of the disk free."""
+    """Raise :class:`CapacityError` when ``need`` bytes would leave less than ``floor`` bytes of the disk free."""
     free = layout.free_disk()
     if need + floor > free:
         raise CapacityError(
-            f"the disk of {layout.root} has {format_size(free)} free, {format_size(need)} more are needed above the"
-            f" floor of {format_size(floor)}; free some space{' or lower --min-free' if floor else ''}"
+            f"the disk of {layout.root} has {format_size(free)} free, but {format_size(need)} are needed"
+            f"{f' besides the {format_size(floor)} of --min-free' if floor else ''};"
+            f" free some space{' or lower --min-free' if floor else ''}"
         )
 
 
@@ -69,55 +74,66 @@ def admit(
     room: Room,
     waiting: Callable[[str], None] | None = None,
 ) -> None:
-    """Reserve ``need`` bytes: ``insert`` runs inside the transaction that found them free.
+    """Reserve ``need`` bytes. ``insert`` runs inside the transaction that finds these bytes free.
 
-    ``waiting`` is told again and again, while this waits, for what and for whom.
+    While the writer waits, ``waiting`` is called in each round with a line that names what and whom it waits for.
+
     Raises :class:`CapTooSmall`, :class:`CapBlocked`, or :class:`CapacityError` when the disk itself is full.
     """
     deadline = time.monotonic() + room.wait
     while True:
+        # In each round, because a process that died while this writer waited may have left a
+        # reservation, a lease or trash. Its bytes become free here.
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
             shortage = _reserve(connection, layout, holder, need, insert, room=room)
         if shortage is None:
             return
+        # Outside of the transaction, because unlinking a large shard is slow and would keep every
+        # trainer from its snapshot. The bytes count as free only afterwards, so the loop asks
+        # again.
         delete_trash(catalog, layout, shortage.trash)
         if shortage.trash:
             continue
         who = _who(catalog, room, shortage)
         if time.monotonic() < deadline and shortage.may_pass:
             if waiting is not None:
-                waiting(f"waiting for room for up to {format_size(need)}: {who}")
-            # Room that a writer gives back is there for a moment only: its next shard takes it again.
+                waiting(f"waiting for up to {format_size(need)} of free space: {who}")
+            # Room that another writer gives back is free only for a moment, because that writer's
+            # next shard takes it again. So this writer looks four times as often.
             pause = _POLL / 4 if shortage.writers else 5 * _POLL if room.wait == math.inf else _POLL
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             continue
         if shortage.disk_is_full:
             refuse_full_disk(layout, need, shortage.floor)
-            continue  # somebody freed some just now
+            # No error: another process freed disk space after the transaction measured it, so try
+            # again.
+            continue
         raise _blocked(catalog, layout, room, shortage, who)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Why a reservation did not fit, and what its transaction did about it."""
+    """A reservation that did not fit: the reason, and what its transaction did about it."""
 
     cap: int
+    """The cap in bytes."""
     floor: int
+    """Bytes of the disk that must stay free."""
     used: int
-    """Bytes charged."""
+    """Bytes charged against the cap."""
     wanted: int
-    """Bytes asked for, with what the folders and the catalog may grow by."""
+    """Bytes that the writer needs, including growth of the folders and the catalog."""
     disk_is_full: bool
-    """True when the disk is full and the cap is not, or when no eviction would free enough."""
+    """True when the disk is full although the cap has room, or when no eviction would free enough of the disk."""
     may_pass: bool
-    """True when room may become free because readers or writers go on."""
+    """True when room may become free because readers or writers finish."""
     readers: list[str]
     """One line for each holder of a lease."""
     writers: int
-    """Shards being written."""
+    """Number of shards being written."""
     trash: list[Id]
-    """Shards whose files are to be deleted now."""
+    """Shards whose files must be deleted now."""
 
 
 def _reserve(
@@ -129,45 +145,69 @@ def _reserve(
     *,
     room: Room,
 ) -> _Shortage | None:
-    """One round of :func:`admit`, inside its transaction: ``insert`` where the bytes fit, and None; else retire what
-    may go, and say what is short."""
+    """Try once to reserve the bytes, inside a transaction.
+
+    Call ``insert`` and return None if the bytes fit. Otherwise retire the shards that may be evicted and return the
+    shortage.
+    """
+    # The growth of the catalog is charged before the first row that needs it. A catalog that
+    # reached its page limit inside a commit would fail a shard that is already written.
     more = _catalog_growth(connection)
     cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
     _refuse_small_cap(connection, layout, need, cap, advise=room.advise)
     usage = measure(connection, layout)
     wanted = asked(connection, layout, need)
     excess = usage.total + wanted - cap
-    # Reservations of others are on the disk already: a writer allocates its whole file first.
+    # Only this writer's own bytes are added here. Reservations of other writers already take space
+    # on the disk, because a writer allocates its complete file first.
     lack = need + floor - layout.free_disk()
     if excess <= 0 and lack <= 0:
         if more:
             _double_page_limit(connection)
+        # In the same transaction as the row: recovery deletes a staging row whose holder is not in
+        # the catalog, and without this line the row of a living writer would look orphaned.
         holder.register(connection)
         insert(connection)
         return None
     retiring = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
+    # An infinite wait marks a pull without an end (`--follow`). Such a pull has special rules
+    # below.
     endless, readers = room.wait == math.inf, leaseholders(connection)
-    hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
-    # A trainer that was killed has no lease any more, and its pull may take seconds to end: in this transaction, since
-    # that lease is given back in another one, after its death.
+    # Do not evict anything if the disk stays too full even after the eviction of every shard. The
+    # user would lose the cache and gain nothing.
+    hopeless = lack > _evictable(connection)
+    # A background pull lives up to 5 s longer than its killed trainer, and the trainer's leases end
+    # at once. Without this check the pull evicted up to 4 of 13 shards of the epoch that the user
+    # wants to resume. The check must be in this transaction, because the leases end in another
+    # transaction after the trainer's death.
     evict = room.evict and not hopeless and (room.trainer is None or is_alive(connection, layout.holders, room.trainer))
     if evict:
-        # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
+        # From now on the snapshots that trainers take also free space for this pull
+        # (cachetool.cache.renewal), because a snapshot of everything would otherwise keep the cache
+        # full.
         connection.execute(
             "UPDATE jobs SET bytes_wanted = :need WHERE id = :job AND bytes_wanted < :need",
             {"need": wanted, "job": room.job},
         )
-    # Those who read let go of the share that was asked for.
+    # While somebody reads, only snapshots release shards for a following pull. Workers that also
+    # retired shards here replaced 33 % of the cache in an epoch instead of the 10 % of `--renew`.
     if evict and not (endless and readers):
         victims = choose(
+            # A pull without an end evicts only shards that a snapshot contained. Otherwise it
+            # downloads for ever and evicts samples that no epoch saw (5.7 GB in nine minutes from
+            # 300 samples).
             candidates(connection, seen=endless),
+            # The bytes of retiring shards become free when their readers end, so they need no
+            # further victims.
             excess=max(excess, lack) - int(retiring),
             policy=room.policy,
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
         )
+        # In this transaction, so that no other writer counts the same room as its own, and no new
+        # snapshot leases a victim between the choice and the retirement.
         retire(connection, victims, reason="room", policy=room.policy, job=room.job)
     trash = sweep(connection, holder)
     writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
@@ -185,56 +225,57 @@ def _reserve(
 
 
 def _refuse_small_cap(connection: Connection, layout: Layout, need: int, cap: int, *, advise: bool) -> None:
-    """Raise :class:`CapTooSmall` when ``need`` bytes could never fit under the cap."""
+    """Raise :class:`CapTooSmall` when ``need`` bytes can never fit under the cap."""
     least = minimum(connection, layout, need)
     if least > cap:
         raise CapTooSmall(
-            f"a cap of {format_size(cap)} cannot hold what is to be written, up to {format_size(need)} beside"
-            f" {format_size(least - need)}" + (f";\nthe minimum is {least} bytes: {_RAISE}" if advise else "")
+            f"a cap of {format_size(cap)} is too small: this write needs up to {format_size(need)}, the other files of"
+            f" the cache {format_size(least - need)}" + (f";\nthe minimum is {least} bytes: {_RAISE}" if advise else "")
         )
 
 
 def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, who: str) -> CapBlocked:
-    """The error for a cache that is full."""
-    waited = f" after {format_duration(room.wait)}" if shortage.may_pass else ""
+    """Return the error for a full cache."""
+    waited = f" (waited {format_duration(room.wait)})" if shortage.may_pass else ""
     advice = f";\nraise --max-size{_evict_hint(catalog, layout, shortage.used, shortage.cap - shortage.wanted)}"
-    taken = f"{format_size(shortage.used)} of {format_size(shortage.cap)} are taken"
+    used = f"{format_size(shortage.used)} of {format_size(shortage.cap)} are used"
     return CapBlocked(
-        f"cache is full: {taken}, up to {format_size(shortage.wanted)} more are needed{waited}: {who}"
+        f"cache is full: {used}, up to {format_size(shortage.wanted)} more are needed{waited}: {who}"
         + (advice if room.advise and not room.keep_own else "")
     )
 
 
 def _evictable(connection: Connection) -> int:
-    """Bytes that evictions and the ends of other writers could free at most."""
+    """Return the bytes that evictions and the ends of other writers can free at most."""
     return int(connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards").fetchone()[0])
 
 
 def _evict_hint(catalog: Catalog, layout: Layout, used: int, target: int) -> str:
-    """The command that makes room; nothing where it could not, since what is left may not go."""
+    """Return the command that frees space, or an empty string when eviction cannot make enough."""
     if used - sum(row.bytes for row in _ready(catalog)) > target:
         return ""
-    return f", or make room with: cachetool evict --max-size {target}{cache_option(layout.root)}"
+    return f", or free space with: cachetool evict --max-size {target}{cache_option(layout.root)}"
 
 
 def _ready(catalog: Catalog) -> list[Candidate]:
+    """Return the ready shards."""
     with catalog.read() as connection:
         return candidates(connection)
 
 
 def _who(catalog: Catalog, room: Room, shortage: _Shortage) -> str:
-    """Who has the room, or why nothing goes."""
+    """Return who holds the room, or the reason why no shard may be evicted."""
     if shortage.readers:
         return "; ".join(shortage.readers[:3])
     if not room.evict:
-        return "nothing is evicted for this"
+        return "no shard is evicted for this write"
     if shortage.writers:
         return f"{shortage.writers} {'shard is' if shortage.writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
-        return "no training has read yet what is in it"
+        return "no training has read the cached samples yet"
     own = room.job if room.keep_own else None
     kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own)
-    return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"
+    return f"{', '.join(kept)} cannot be evicted" if kept else "there is nothing to evict"
 
 
 def _meta(connection: Connection, key: str) -> int:
@@ -242,19 +283,25 @@ def _meta(connection: Connection, key: str) -> int:
 
 
 def _catalog_growth(connection: Connection) -> int:
-    """Bytes that the catalog's allowance must grow by, once three quarters of its page limit are in use; else 0."""
+    """Return the bytes by which the catalog's allowance must grow, or 0 while at most three quarters of its page limit
+    are in use."""
     limit = _meta(connection, "pages")
     count = int(connection.execute("PRAGMA page_count").fetchone()[0])
+    # One quarter of the limit stays free for transactions that are not admitted: leases, claims,
+    # events. These must not fail because the catalog is full.
     return allowance(2 * limit) - allowance(limit) if 4 * count > 3 * limit else 0
 
 
 def allow_growth(connection: Connection) -> None:
-    """Raise the catalog's limit where it is nearly reached, for what is written into it without being admitted."""
+    """Raise the catalog's page limit when it is nearly reached, for rows that are written without admission."""
     if _catalog_growth(connection):
         _double_page_limit(connection)
 
 
 def _double_page_limit(connection: Connection) -> None:
+    """Double the catalog's page limit, in its row and in this connection."""
     limit = 2 * _meta(connection, "pages")
     connection.execute("UPDATE cache SET pages = ?", (limit,))
+    # SQLite keeps this limit in the connection, not in the file. Other processes read the row when
+    # they begin a writing transaction.
     connection.execute(f"PRAGMA max_page_count = {limit}")

@@ -1,5 +1,7 @@
-"""The cap: the least that will do, and changing it, or the floor of free disk, of a cache that is there: only while
-nobody else lives by them."""
+"""The cap and the floor of free disk: the least cap that works, and changing both settings of an existing cache.
+
+The cap changes only while no other process uses the cache.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ __all__ = ["change", "least_cap", "refuse"]
 
 
 def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schema, *, listing: Path | None) -> int:
-    """The smallest cap that can ever hold one shard of ``bound`` bytes, and a source whose ``listing`` is new, beside
-    the cache's own files; ``catalog`` is None where there is no cache yet."""
+    """Return the smallest cap in bytes that can hold one shard beside the cache's own files.
+
+    ``bound`` is the size of the shard in bytes. ``listing`` is the folder of a new source's listing, or None when the
+    source is known. ``catalog`` is None while the cache does not exist.
+    """
     block = layout.disk_block
     need = bound + folder_bound(schema, bound, block)
     if listing is not None:
@@ -34,35 +39,39 @@ def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schem
 
 
 def refuse(connection: Connection, layout: Layout, size: int) -> None:
-    """Raise :class:`UsageError` when another process lives by the present cap, and :class:`CapTooSmall` when more than
-    ``size`` bytes are used; call it within a write transaction."""
+    """Raise :class:`UsageError` when another process uses the present cap, and :class:`CapTooSmall` when more than
+    ``size`` bytes are used.
+
+    Call this function inside a writing transaction.
+    """
     present = connection.execute("SELECT max_size FROM cache").fetchone()[0]
     if size == present:
         return
+    # Two processes with different caps would evict against each other. A dead process is no
+    # obstacle, so the kernel's locks decide here and not the rows.
     dead = dead_holders(connection, layout.holders)
     for row in connection.execute("SELECT id, pid, what FROM holders").fetchall():
         if row["id"] not in dead and not is_ours(row["id"]):
             raise UsageError(
                 f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
-                f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"
+                f" pid {row['pid']} ({row['what']}) uses the cache; leave --max-size out"
             )
     usage = measure(connection, layout)
     used, least = usage.total, usage.overhead + usage.listings
     if least > size:
         raise CapTooSmall(
-            f"the cap of {layout.root} cannot become {format_size(size)}: without any shard the cache takes"
-            f" {format_size(least)}; the least is --max-size {least}"
+            f"the cap of {layout.root} cannot become {format_size(size)}: the cache needs {format_size(least)} even"
+            f" without shards; the minimum is --max-size {least}"
         )
     if used > size:
         raise CapTooSmall(
-            f"the cap of {layout.root} cannot become {format_size(size)}, {format_size(used)} are used; make room first"
-            f" with:"
-            f" cachetool evict --max-size {size}{cache_option(layout.root)}"
+            f"the cap of {layout.root} cannot become {format_size(size)} because {format_size(used)} are used; free"
+            f" space first with: cachetool evict --max-size {size}{cache_option(layout.root)}"
         )
 
 
 def change(connection: Connection, layout: Layout, wanted: dict[str, int]) -> None:
-    """Write ``max_size`` and ``min_free`` into the catalog; raises what :func:`refuse` raises."""
+    """Write ``max_size`` and ``min_free`` into the catalog. Raises the errors of :func:`refuse`."""
     if "max_size" in wanted:
         refuse(connection, layout, wanted["max_size"])
     for key, value in wanted.items():

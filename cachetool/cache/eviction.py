@@ -1,4 +1,4 @@
-"""Shrinking a cache on request: plan, retire, delete, and an honest word when the target was not reached."""
+"""The ``evict`` command: plan, retire and delete shards, and an error that says why a target was not reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cachetool.core.units import format_size
 __all__ = ["evict_to"]
 
 _DELETING = 30.0
-"""Seconds to wait at most for what other processes are unlinking."""
+"""Maximum seconds to wait for files that other processes are deleting."""
 
 
 def evict_to(
@@ -47,11 +47,13 @@ def evict_to(
     """Delete shards until at most ``target`` bytes are charged; see :meth:`CacheDir.evict`."""
     check_policy(policy)
     limits: dict[str, Any] = {"dataset": dataset, "min_epochs": min_epochs}
-    with catalog.read() as connection:  # refused before anything is touched
+    # A bad policy or an impossible target is refused before anything is touched.
+    with catalog.read() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
         if dry_run:
             return _foreseen(connection, layout, plan, target, **limits)
     own = holder()
+    # First recovery, because leases and trash of dead processes hold bytes that need no victim.
     recover(catalog, layout, lambda: own)
     with catalog.write() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
@@ -65,6 +67,7 @@ def evict_to(
             error = _not_reached(connection, used, target, leased, stuck=stuck, **limits)
             if shards:
                 gone = f"{count(shards, 'shard')} with {count(samples, 'sample')}, {format_size(freed)}"
+                # The error alone would hide that shards are already deleted.
                 error.done = f"evicted {gone}; the cache takes {format_size(used)} now"
             raise error
     return Removal(
@@ -81,7 +84,7 @@ def evict_to(
 
 
 def _foreseen(connection: Connection, layout: Layout, plan: Sequence[Victim], target: int, **limits: Any) -> Removal:
-    """What an eviction would come to if everybody went on with what they are at."""
+    """Return the result that an eviction would have if no reader or writer ended meanwhile."""
     used, chosen = measure(connection, layout).total, {victim.id for victim in plan}
     leased = held_back(connection, also=chosen)
     going = connection.execute("SELECT id, bytes FROM shards WHERE state IN ('retiring', 'trash')").fetchall()
@@ -108,12 +111,13 @@ def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, *
     least = usage.overhead + usage.listings
     if least > target:
         raise CapTooSmall(
-            f"cannot shrink the cache to {format_size(target)}: without any shard it takes {format_size(least)};"
-            f" the least is --max-size {least}"
+            f"cannot shrink the cache to {format_size(target)}: it needs {format_size(least)} even without shards;"
+            f" the minimum is --max-size {least}"
         )
     leaving = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
+    # The bytes of shards that already leave need no further victims.
     excess = usage.total - int(leaving) - target
     return choose(candidates(connection), excess=excess, policy=policy, **limits)
 
@@ -121,7 +125,7 @@ def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, *
 def _delete_until(
     catalog: Catalog, layout: Layout, holder: Holder, trash: list[Id], target: int, wait: float
 ) -> tuple[int, int, int]:
-    """Delete ``trash``, and for ``wait`` seconds whatever else readers let go of, until the target is reached."""
+    """Delete ``trash`` until the target is reached. For ``wait`` seconds also delete shards whose readers end."""
     began = time.monotonic()
     shards = samples = freed = 0
     while True:
@@ -131,7 +135,8 @@ def _delete_until(
             used = measure(connection, layout).total
             others = "SELECT 1 FROM shards WHERE state = 'trash' AND holder IS NOT ? LIMIT 1"
             deleting = connection.execute(others, (holder.id,)).fetchone() is not None
-        # What another process is unlinking at this moment is as good as gone; if that one dies, it is recovered here.
+        # Files that another process is deleting at this moment will be gone soon. If that process
+        # dies, `recover` below takes over its trash.
         if used <= target or time.monotonic() - began >= (max(wait, _DELETING) if deleting else wait):
             return shards, samples, freed
         time.sleep(0.05 if deleting else 0.2)
@@ -150,18 +155,22 @@ def _not_reached(
     stuck: Sequence[int] = (),
     **limits: Any,
 ) -> CapBlocked | CapTooSmall:
-    """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet, ``stuck`` the
-    sizes of those whose files are still there."""
+    """Return the error that names all shards that stay, and the reason for each.
+
+    ``chosen`` are the victims that did not retire yet. ``stuck`` are the sizes of evicted shards whose files still
+    exist.
+    """
     writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
     why = []
     if leased.sizes:
-        why.append(f"{shards_of(leased.sizes)} that go when their readers end: {'; '.join(leased.who[:3])}")
+        why.append(f"{shards_of(leased.sizes)} that stay until their readers end: {'; '.join(leased.who[:3])}")
     if writing:
-        why.append(f"{shards_of(writing)} being written; try again when that is done")
+        why.append(f"{shards_of(writing)} being written; try again later")
     if stuck:
-        why.append(f"{shards_of(stuck)} evicted before, whose files could not be deleted yet")
+        why.append(f"{shards_of(stuck)} already evicted, but not yet deleted")
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
-    text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
+    text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} remain"
+    # The caller may try again later in these cases, so the class of the error differs.
     if leased.sizes or writing or stuck:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")
-    return CapTooSmall(f"{text}: nothing more may be evicted;\n{'; '.join(why)}")
+    return CapTooSmall(f"{text}: no other shard can be evicted;\n{'; '.join(why)}")

@@ -1,14 +1,14 @@
-"""What a cache was like over time: some hundred points of its whole life, and the newest epochs.
+"""History of a cache: at most 240 points of its whole life, and the newest 200 epochs.
 
 ::
 
-    history.json   points   what was charged, held, fetched, served and evicted by then
-                   epochs   what one epoch of a training run read, and how often and how long it waited for batches
+    history.json   points   bytes charged, held, fetched, served and evicted at a moment
+                   epochs   samples that one epoch of a training run read, and its waits for batches (count, seconds)
 
-The file is for the report alone. It is written after a transaction that commits, deletes or counts an epoch, and where
-that fails nothing is lost but a point. Points come at most once a second, more seldom the older the cache is, and where
-a pull begins or ends or an eviction ends, so that the pause between two pulls is told as one. Of more than
-:data:`MOST_POINTS` the one goes that is missed least: a year is told evenly and the last hour in detail.
+Only the report reads this file. It is written after a transaction that commits, deletes or counts an epoch; if writing
+fails, only a point is lost. Points come at most once a second, and less often the older the cache is. Points also come
+where a pull begins or ends and where an eviction ends, so the pause between two pulls is shown. Beyond
+:data:`MOST_POINTS` the point that is missed least is dropped: a year is told evenly and the last hour in detail.
 """
 
 from __future__ import annotations
@@ -44,44 +44,48 @@ __all__ = [
 
 MOST_POINTS = 240
 MOST_EPOCHS = 200
-_MOST = 2**63  # a whole number that any report can show
+# A larger number would not fit into the 64 bits of any report.
+_MOST = 2**63
 _AGE_SHARE = 100_000
-"""A point is due after this share of the time since the first one."""
+"""A point is due after one part in this many of the time since the first point."""
 _NEAR = 1.0
-"""And after so many seconds at least."""
+"""Minimum seconds between two points."""
 
 T = TypeVar("T")
 
 
 class Delivered(NamedTuple):
-    """How an epoch went for the process that trained, as its loader saw it."""
+    """Figures of an epoch for the process that trained, as its loader counted them."""
 
     seconds: float
-    """From asking for the epoch to its last batch."""
+    """Seconds from asking for the epoch to its last batch."""
     batches: int
     waits: int | None
-    """Batches that were not ready when they were asked for; None where the loader cannot tell."""
+    """Batches that were not ready when the trainer asked for them; None if the loader cannot tell."""
     waited: float | None
-    """Seconds of these waits, and of the one for the epoch to begin."""
+    """Seconds of these waits and of the wait for the epoch to begin."""
     samples: int | None = None
-    """Samples read of the snapshot, where these are not all: a side of a split, or a selection."""
+    """Samples read of the snapshot, if not all were read: one side of a split, or a selection."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What was written down, oldest first."""
+    """Points and epochs of a cache, oldest first."""
 
     points: list[dict[str, Any]]
-    """at, used, max_size, shards, samples, fetched, served, evicted (reason -> bytes so far)."""
+    """Rows with at (seconds since 1970), used, max_size, shards, samples, fetched, served, evicted (reason -> bytes so
+    far)."""
     epochs: list[dict[str, Any]]
-    """ended, dataset, run, epoch, shards, samples, bytes, seconds, and of loaders that tell: batches, waits, waited.
-    Samples of shards that no epoch had read before are ``new``, None in rows of earlier versions."""
+    """Rows with ended, dataset, run, epoch, shards, samples, bytes, seconds; from loaders that count them also batches,
+    waits, waited. ``new`` counts the samples of shards that no epoch had read before; None in rows of earlier versions.
+    """
 
 
 def present(connection: Connection, layout: Layout) -> dict[str, Any]:
-    """What the cache is like now: a point, as :attr:`History.points` has them."""
+    """Return a point of this moment, in the form of :attr:`History.points`."""
     numbers = connection.execute("SELECT max_size, served FROM cache").fetchone()
-    # `+state`: through the index of states each row would be looked up by itself.
+    # `+state` keeps SQLite from using the index of states, through which it would look up each row
+    # by itself.
     totals = connection.execute(
         "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
         " WHERE +state IN ('ready', 'retiring')"
@@ -98,60 +102,74 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
 
 
 def due_point(connection: Connection, layout: Layout, *, edge: bool = False) -> dict[str, Any] | None:
-    """Return the point of this moment if one is due, else None. The caller is inside a transaction that writes
-    something else. At an ``edge``, where the cache begins or ends to change, a point is always due."""
-    with contextlib.suppress(OSError):  # its time is that of the newest point: the file need not be read for this
+    """Return the point of this moment if one is due, else None.
+
+    The caller is inside a transaction that writes something else. At an ``edge``, where the cache begins or ends to
+    change, a point is always due.
+    """
+    # The file's time is that of the newest point (`write` sets it), so the file need not be read
+    # here. Without a file a point is due.
+    with contextlib.suppress(OSError):
         if not edge and abs(time.time() - os.lstat(layout.history).st_mtime) < _NEAR:
             return None
     return present(connection, layout)
 
 
 def _add_point(points: list[dict[str, Any]], point: dict[str, Any], *, edge: bool) -> None:
-    """Add a point if it is due. Of many that follow close on each other only the newest stays: it takes the place of
-    the last point while the one before that is as new."""
+    """Add a point if it is due. Of many points close to each other only the newest stays."""
     now = point["at"]
     if points:
         near = max(_NEAR, (points[-1]["at"] - points[0]["at"]) / _AGE_SHARE)
         if abs(now - points[-1]["at"]) < near:
             if not edge:
                 return
+            # Two edges close together: the new point replaces the last one while the point before
+            # that is also recent. So the first point of the group stays and marks its begin.
             if len(points) > 1 and abs(now - points[-2]["at"]) < near:
                 points.pop()
     points.append(point)
+    # The clock may have been set back.
     points.sort(key=lambda row: float(row["at"]))
     if len(points) > MOST_POINTS:
         del points[least_missed([row["at"] for row in points], now)]
 
 
 def least_missed(times: Sequence[float], now: float) -> int:
-    """Which of these times, in order, to leave out: not the first or last, and the one whose going leaves the smallest
-    gap for its age. Gaps may grow with the power 3/4 of the age: where all is ten thousand times as old they are a
-    thousand times as wide."""
+    """Return the index of the time to drop: not the first or last, and the one whose removal leaves the smallest gap
+    for its age."""
 
     def gap(number: int) -> float:
+        # Gaps may grow with the power 3/4 of the age: of points that are ten thousand times as old,
+        # the gaps are a thousand times as wide. Of a week, the oldest day then keeps gaps of three
+        # hours and the last hour gaps of a minute. Halving all points was tried without gain.
         return (times[number + 1] - times[number - 1]) / math.pow(max(1.0, now - times[number]), 0.75)
 
     return min(range(1, len(times) - 1), key=gap)
 
 
 def epoch_row(connection: Connection, lease: int | None, delivered: Delivered | None, **read: Any) -> dict[str, Any]:
-    """An epoch that ended; ``read``: dataset, shards, samples, new, bytes. How long it took is known from the loader,
-    else from when its snapshot was taken."""
+    """Return the row of an epoch that ended. ``read`` are the figures dataset, shards, samples, new, bytes.
+
+    The seconds come from the loader, or else from the time since the snapshot was taken.
+    """
     now = time.time()
     about = connection.execute("SELECT run, epoch, taken FROM leases WHERE id = ?", (lease,)).fetchone()
     row: dict[str, Any] = {**dict.fromkeys(_EPOCH), "ended": now, **read}
     if about is not None:
         row |= {"run": about["run"], "epoch": about["epoch"], "seconds": max(0.0, now - about["taken"])}
-    if delivered is not None:  # the samples are counted among what was read
+    # The loader's number of samples is already part of `read`.
+    if delivered is not None:
         row |= {name: value for name, value in delivered._asdict().items() if name != "samples"}
     return row
 
 
 def edged(catalog: Catalog, layout: Layout, work: Callable[[Connection], T]) -> T:
-    """One transaction for ``work``, with which the cache begins or ends to change, and then a point of that moment."""
+    """Run ``work`` in one transaction with which the cache begins or ends to change, and then write a point of that
+    moment."""
     with catalog.write() as connection:
         done = work(connection)
         point = due_point(connection, layout, edge=True)
+    # After the transaction, so that a history that cannot be written never undoes the work.
     write(layout, point=point, edge=True)
     return done
 
@@ -159,19 +177,24 @@ def edged(catalog: Catalog, layout: Layout, work: Callable[[Connection], T]) -> 
 def write(
     layout: Layout, *, point: dict[str, Any] | None = None, epoch: dict[str, Any] | None = None, edge: bool = False
 ) -> None:
-    """Write down a point and an epoch. Best effort: where the file cannot be written, or another process writes it at
-    this moment, they are left out."""
+    """Write a point and an epoch into the history. Both are dropped if the file cannot be written, or if another
+    process writes it at this moment."""
     if point is None and epoch is None:
         return
     with contextlib.suppress(CacheToolError, OSError, ValueError):
         try:
             file = new_file(layout.history_aside)
         except FileExistsError:
+            # A process that died while it wrote left the file. A living writer holds the lock, and
+            # then the second attempt fails as well.
             remove_left(layout)
             file = new_file(layout.history_aside)
         with file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(file.fileno()).st_nlink:  # taken for one that was left, before the lock was had
+            # Between the creation and the lock of this file, another process may have taken it for
+            # one left by a dead process and deleted it. A rename of the name would then fail or
+            # move a file of that process.
+            if not os.fstat(file.fileno()).st_nlink:
                 return
             try:
                 history = _loaded(layout)
@@ -181,7 +204,10 @@ def write(
                 file.write(_bytes(history))
                 file.flush()
                 newest = history.points[-1]["at"] if history.points else 0.0
+                # `due_point` reads this time instead of the file.
                 os.utime(file.fileno(), (newest, newest))
+                # No fsync, because nothing is decided from the history: a bad file is deleted, and
+                # only the report misses it.
                 os.replace(layout.history_aside, layout.history)
             except BaseException:
                 layout.remove(layout.history_aside)
@@ -189,24 +215,28 @@ def write(
 
 
 def remove_left(layout: Layout) -> None:
-    """Remove what a process left that died while it wrote: one that lives has the lock, and keeps it."""
+    """Delete the file that a process left when it died while writing. A living writer has the lock and keeps its
+    file."""
     with contextlib.suppress(CacheToolError, OSError):
         try:
             fd = os.open(layout.history_aside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
+            # A link, which cachetool never makes; it would block all writers for ever.
             if error.errno == errno.ELOOP:
                 layout.remove(layout.history_aside)
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:  # else it was removed, or renamed, and the name is another's
+            # Without a name of its own this file was renamed or deleted since it was opened, and
+            # the name now belongs to another writer.
+            if os.fstat(fd).st_nlink:
                 layout.remove(layout.history_aside)
         finally:
             os.close(fd)
 
 
 def _bytes(history: History) -> bytes:
-    """The file's bytes, with as many of the newest epochs as it may hold."""
+    """Return the bytes of the file, with as many of the newest epochs as fit into its limit."""
     epochs = history.epochs[-MOST_EPOCHS:]
     while True:
         value = {"points": history.points[-MOST_POINTS:], "epochs": epochs}
@@ -215,11 +245,12 @@ def _bytes(history: History) -> bytes:
             return raw
         if not epochs:
             raise ValueError("the points alone are too large")
+        # A quarter at a time, because each round builds the whole text again.
         epochs = epochs[1 + len(epochs) // 4 :]
 
 
 def _loaded(layout: Layout) -> History:
-    """The history, to be written again; a bad file is deleted."""
+    """Return the history for an update; a bad file is deleted."""
     try:
         return _read(layout)
     except (OSError, ValueError):
@@ -228,7 +259,7 @@ def _loaded(layout: Layout) -> History:
 
 
 def history_of(layout: Layout, *, dataset: str | None = None) -> History:
-    """All points of the cache, and the epochs of one dataset or of all; nothing of a bad file."""
+    """Return all points of the cache, and the epochs of one dataset or of all. A bad file counts as empty."""
     try:
         history = _read(layout)
     except (OSError, ValueError):
@@ -244,11 +275,14 @@ _EPOCH = (
 
 
 def _read(layout: Layout) -> History:
-    """The rows of the file that make sense. Raises ``ValueError`` for what is none of ours, and ``OSError``."""
+    """Return the rows of the file that make sense. Raises ``ValueError`` for a file that cachetool did not write, and
+    ``OSError``."""
     try:
         raw = read_json(layout.history)
     except FileNotFoundError:
         return History([], [])
+    # The cap charges this limit, so cachetool never writes more. A larger file comes from somebody
+    # else.
     if len(raw) > HISTORY_LIMIT:
         raise ValueError(f"{layout.history} is larger than cachetool makes it")
     try:

@@ -1,10 +1,12 @@
-"""Which processes are alive: one lock file each, judged by the kernel and never by a pid.
+"""Holders: the living processes of a cache. Each has a lock file, and the kernel's lock decides who lives, never a pid.
 
-The lock (:class:`~cachetool.proc.locks.OwnLock`) ends with its process, however that ended and whatever it forked, and
-with nothing else: neither a program that copies or hashes its cache nor one that closes all its descriptors loses it.
+The lock (:class:`~cachetool.proc.locks.OwnLock`) ends with its process, however the process ended and whatever it
+forked, and with nothing else. A program that copies or hashes its cache does not lose the lock, and neither does one
+that closes all its descriptors.
 
-All open :class:`~cachetool.cache.root.CacheDir` of a process share one holder of a cache; the last one that is closed
-takes it out. Whatever of that may happen in two threads at once, or in a signal's handler, happens in :func:`leave`.
+All open :class:`~cachetool.cache.root.CacheDir` objects of a process share one holder of a cache. The last one that is
+closed retires the holder. Two threads, or a signal's handler, may close at the same time; :func:`leave` decides who is
+last.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["Holder", "dead_holders", "holder_of", "is_alive"]
 
 
 class Holder:
-    """This process, as one cache knows it."""
+    """The registration of this process in one cache: its id and its locked file."""
 
     __slots__ = ("_lock", "id", "path", "pid", "retired")
 
@@ -41,6 +43,8 @@ class Holder:
         while True:
             self.id = Id.new()
             self.path = folder / f"{self.id}.lock"
+            # In a loop: a recovery in another process may take the new file for that of a dead
+            # process and delete it before it is locked.
             lock = _make_locked(self.path)
             if lock is not None:
                 self._lock = lock
@@ -48,13 +52,14 @@ class Holder:
                 return
 
     def register(self, connection: Connection) -> None:
-        """Write this process into the catalog unless it is there; inside a transaction.
-
-        A lock file that somebody deleted is made again: until then others go by the pid (:func:`dead_holders`).
-        """
+        """Write this process into the catalog if it is not in it yet. Call this inside a transaction."""
         with _lock:
-            if self.retired:  # by another thread or a signal's handler, in the middle of the call
+            # Another thread or a signal's handler may close the cache in the middle of the call.
+            if self.retired:
                 raise _closed(self.path.parent)
+            # Somebody deleted the lock file. Until it exists again, other processes judge this one
+            # by its pid (`dead_holders`), which means nothing in another PID namespace. So a new
+            # file is made here.
             if not self.path.exists() and (lock := _make_locked(self.path)) is not None:
                 self._lock, gone = lock, self._lock
                 gone.release()
@@ -64,26 +69,34 @@ class Holder:
         )
 
     def retire(self, *, signed_out: bool = True) -> None:
-        """Let the lock go and remove its file; the row is the caller's. Where that is still there, not ``signed_out``,
-        the file stays: by its free lock the next process knows that this holder is gone, while its pid still runs."""
+        """Release the lock and remove its file. The caller deletes the row.
+
+        If the row still exists (not ``signed_out``), the file stays: its free lock tells the next process that this
+        holder is gone, although its pid still runs.
+        """
         with _lock:
             self.retired = True
             if signed_out:
-                with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
+                # On a disk that cannot be written the free lock alone must do.
+                with contextlib.suppress(OSError):
                     self.path.unlink()
             self._lock.release()
             _ours.discard((self.pid, self.id))
 
 
 def _make_locked(path: Path) -> OwnLock | None:
-    """A new lock file, locked; None when a recovery elsewhere took it for that of a dead process before it was."""
+    """Return a new locked file, or None when a recovery in another process deleted the file before it was locked."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
-    except FileNotFoundError:  # somebody deleted the folder, which only holds what is made anew by each process
+    except FileNotFoundError:
+        # Somebody deleted the folder. It holds only files that each process makes anew, so it can
+        # be made again.
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path, flags, 0o600)
     try:
+        # The order matters: only after the lock is taken can no recovery delete the file, so the
+        # name is checked afterwards.
         if try_lock(fd) and path.exists():
             return OwnLock(fd)
     except OSError:
@@ -97,15 +110,17 @@ def _make_locked(path: Path) -> OwnLock | None:
 _Key = tuple[int, str]
 _holders: dict[_Key, Holder] = {}
 _users: dict[_Key, set[User]] = {}
-"""Who shares each of them."""
+"""The users that share each holder."""
 _ours: set[_Key] = set()
-"""Process and id of every holder that has a lock, of those that are on their way out too."""
-_lock = threading.RLock()  # a signal's handler may close a cache while its thread makes a holder
+"""Process id and id of every holder that has a lock, including those that are about to retire."""
+# An RLock, because a signal's handler may close a cache while the same thread makes a holder.
+_lock = threading.RLock()
 
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # the other one may have been held by a thread that does not exist here
+    # In the child the lock may be held by a thread that does not exist there.
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -116,13 +131,13 @@ def _key(folder: Path) -> _Key:
 
 
 class User:
-    """A use of a cache, from :func:`enter` to :func:`leave`."""
+    """One use of a cache, from :func:`enter` to :func:`leave`."""
 
     left = False
 
 
 def enter(folder: Path) -> User:
-    """Somebody of this process uses the cache whose lock files lie in ``folder``."""
+    """Begin a use of the cache whose lock files lie in ``folder``."""
     user = User()
     with _lock:
         _users.setdefault(_key(folder), set()).add(user)
@@ -130,13 +145,16 @@ def enter(folder: Path) -> User:
 
 
 def leave(folder: Path, user: User) -> Holder | None:
-    """The end of a use. Gives the last one the holder, to be signed out and retired: nobody gets it any more, and
-    whoever comes meanwhile another one."""
+    """End a use. Return the holder to the last user, who must sign it out and retire it; return None to all others."""
     key = _key(folder)
     with _lock:
         user.left = True
-        users = _users.get(key, set())  # none in a forked child that made no use of it: they are its parent's
+        # Empty in a forked child that made no use of its own: the users are those of its parent.
+        users = _users.get(key, set())
         users.discard(user)
+        # Under the lock and removed from the table at once, so that two threads cannot both retire
+        # it. When two did, one closed a descriptor that was SQLite's by then ("disk I/O error" in
+        # 10 of 180 runs). A thread that comes meanwhile gets a new holder.
         return None if users else _holders.pop(key, None)
 
 
@@ -145,7 +163,8 @@ def _closed(folder: Path) -> UsageError:
 
 
 def holder_of(folder: Path, user: User | None = None) -> Holder:
-    """This process's holder for the cache whose lock files lie in ``folder``: made at first use, one per process.
+    """Return this process's holder for the cache whose lock files lie in ``folder``. The first use makes it; there is
+    one per process.
 
     Raises :class:`UsageError` when this ``user`` has left.
     """
@@ -154,7 +173,9 @@ def holder_of(folder: Path, user: User | None = None) -> Holder:
         if user is not None:
             if user.left:
                 raise _closed(folder)
-            _users.setdefault(key, set()).add(user)  # a forked child's own use begins here
+            # A forked child inherits the user object but not the table entry of its own pid, so its
+            # use begins here.
+            _users.setdefault(key, set()).add(user)
         if key not in _holders:
             try:
                 _holders[key] = Holder(folder)
@@ -164,22 +185,23 @@ def holder_of(folder: Path, user: User | None = None) -> Holder:
 
 
 def _unwritable(folder: Path, error: OSError) -> CacheToolError:
-    """Whoever reads or writes a cache must leave a lock there: why this process cannot."""
+    """Return the error for a process that cannot leave a lock file in a cache, which every reader and writer must
+    do."""
     if isinstance(error, PermissionError):
         denied = permission_denied(folder, folder.parent)
         denied.readable = True
         return denied
     if not folder.parent.is_dir():
-        return CatalogError(f"the cache folder {folder.parent} is gone; pull again to fill a new one")
+        return CatalogError(f"the cache folder {folder.parent} does not exist any more; pull again to fill a new one")
     explanation = disk_error(error)
     why = str(explanation).partition(": ")[2] if explanation is not None and error.filename else error.strerror
     if error.errno == errno.EROFS:
         why = "the disk is mounted read-only; make it writable again, for example by mount -o remount,rw"
-    return CapacityError(f"cache {folder.parent} takes no new reader or writer, which must leave a lock there: {why}")
+    return CapacityError(f"cache {folder.parent} cannot be used because no lock file can be created in it: {why}")
 
 
 def retire_ours(folder: Path) -> None:
-    """Let go of what this process holds in a cache whose folder was taken away, with the catalog."""
+    """Retire the holder of this process in a cache whose folder and catalog were removed."""
     with _lock:
         own = _holders.pop(_key(folder), None)
     if own is not None:
@@ -187,17 +209,17 @@ def retire_ours(folder: Path) -> None:
 
 
 def dead_holders(connection: Connection, folder: Path) -> list[Id]:
-    """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then.
-
-    Judged by the kernel's lock. Only where the lock file itself was deleted by somebody, by whether the process that
-    registered still runs here: its pid, started before it registered.
-    """
+    """Return the ids in the catalog whose process is gone. Call this inside ``BEGIN IMMEDIATE``, so that no other
+    process tests locks."""
     dead: list[Id] = []
     for row in connection.execute("SELECT id, pid, host, started FROM holders"):
+        # The id becomes a path, so it is checked: a foreign catalog may name any file.
         id = Id(row["id"])
         path = folder / f"{id}.lock"
         if is_ours(id):
             continue
+        # The kernel's lock decides. Only where somebody deleted the lock file, the pid decides: a
+        # process that runs on this host and started before it registered.
         alive = (
             _alive(path) if path.exists() else row["host"] == socket.gethostname() and _runs(row["pid"], row["started"])
         )
@@ -207,25 +229,32 @@ def dead_holders(connection: Connection, folder: Path) -> list[Id]:
 
 
 def is_alive(connection: Connection, folder: Path, id: str) -> bool:
-    """Return True when a registered holder lives; inside ``BEGIN IMMEDIATE``. A recovery deletes those that died."""
+    """Return True when a registered holder lives. Call this inside ``BEGIN IMMEDIATE``; a recovery deletes the rows of
+    dead holders."""
     row = connection.execute("SELECT 1 FROM holders WHERE id = ?", (id,)).fetchone()
     return row is not None and id not in dead_holders(connection, folder)
 
 
 def _runs(pid: int, since: float) -> bool:
-    """Whether the process ``pid`` of this machine was there at the time ``since``."""
+    """Return True if process ``pid`` of this machine was already running at the time ``since`` (seconds since 1970)."""
     try:
-        # proc(5): field 22 is the start in clock ticks after boot, behind the name in parentheses; btime is the boot.
+        # proc(5): field 22 is the start in clock ticks after boot, behind the name in parentheses;
+        # btime is the boot. The name may contain spaces and parentheses, so the split begins behind
+        # the last one.
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = int(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
     except (OSError, IndexError, ValueError):
         return False
+    # btime has whole seconds, and the start is rounded too, so 2 s are allowed.
     return boot + ticks / os.sysconf("SC_CLK_TCK") <= since + 2
 
 
 def remove_stale_locks(connection: Connection, folder: Path) -> None:
-    """Remove lock files of processes that died before they came into the catalog; inside ``BEGIN IMMEDIATE``."""
-    with _lock:  # no other thread makes a holder now, whose file our test of its lock would remove
+    """Remove lock files of processes that died before they were written into the catalog. Call this inside ``BEGIN
+    IMMEDIATE``."""
+    # No other thread may make a holder now: the test would lock its new file first, and then delete
+    # it.
+    with _lock:
         registered = {row["id"] for row in connection.execute("SELECT id FROM holders")}
         for path in _others(folder):
             if path.stem not in registered:
@@ -233,22 +262,23 @@ def remove_stale_locks(connection: Connection, folder: Path) -> None:
 
 
 def live_locks(folder: Path) -> list[int]:
-    """Pids of the other processes that hold a lock here, whether or not a catalog knows them; 0 where it is unknown."""
+    """Return the pids of other processes that hold a lock here, also of those that no catalog knows; 0 for an unknown
+    pid."""
     with _lock:
         return [(*lock_owners(path), 0)[0] for path in _others(folder) if _alive(path)]
 
 
 def lock_states(folder: Path) -> dict[str, bool]:
-    """Every holder that has a lock file here, and whether its process is alive; this process always is."""
+    """Return, for each lock file here, the holder's id and whether its process lives. This process always does."""
     with _lock:
         return {path.stem: is_ours(path.stem) or _alive(path) for path in folder.glob("*.lock")}
 
 
 def locks_work(folder: Path) -> bool:
-    """Whether a lock that this process holds in ``folder`` keeps another process out, and lets it in afterwards.
-
-    A recovery beside us tries the same lock, and removes the file of one that is free: then another file is looked at.
-    """
+    """Return True if a lock that this process holds in ``folder`` keeps another process out, and lets it in after the
+    release."""
+    # A recovery in another process tries the same lock, and removes the file when its lock is free.
+    # Then another file is tested.
     for _ in range(_LOOKS):
         path = folder / f"{Id.new()}.lock"
         lock = _make_locked(path)
@@ -257,10 +287,13 @@ def locks_work(folder: Path) -> bool:
         try:
             if _other_gets(path):
                 return False
-            if not path.exists():  # whoever removed it got past the lock, or deletes by hand
+            # Another process got past the lock, or a user deleted the file by hand. The next file
+            # tells which.
+            if not path.exists():
                 continue
             lock.release()
-            # Gone: a recovery removes what it could lock, so the lock did let it in.
+            # A missing file is a success too: a recovery removes only what it could lock, so the
+            # released lock let it in.
             if _other_gets(path) or not path.exists():
                 return True
         finally:
@@ -270,11 +303,13 @@ def locks_work(folder: Path) -> bool:
 
 
 _LOOKS = 5
-"""Files that :func:`locks_work` looks at before it believes that locks do not work."""
+"""Files that :func:`locks_work` tests before it decides that locks do not work."""
 
 
 def _other_gets(path: Path) -> bool:
-    """Whether a process of its own can lock the file now."""
+    """Return True if another process can lock the file now."""
+    # A child process, because a lock that is tested inside the process that holds it says nothing
+    # about other processes.
     code = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     return subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
@@ -284,24 +319,31 @@ def _others(folder: Path) -> list[Path]:
 
 
 def is_ours(id: str) -> bool:
-    """Whether a holder is this process, or was until a moment ago."""
+    """Return True if a holder is this process, or was until a moment ago."""
     return (os.getpid(), id) in _ours
 
 
 def _alive(path: Path, *, remove: bool = False) -> bool:
-    """Whether a process holds the lock; ``remove`` the file while it is certain that none does."""
+    """Return True if a process holds the lock. With ``remove``, delete the file while it is certain that no process
+    does."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # of a FIFO it would wait
+        # O_NONBLOCK, because opening a FIFO would wait for its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return False  # a link, which no process of ours makes
+            # No process of cachetool makes links here.
+            return False
         raise
     try:
-        if not try_lock(fd, shared=True):  # shared: several may look at once
+        # Shared, because several processes may look at the same time. With exclusive tests each
+        # would take the other's test for a living holder.
+        if not try_lock(fd, shared=True):
             return True
         if remove:
+            # While the test's lock is still held: a new owner checks after locking that its file
+            # still exists.
             remove_from(path.parent.parent, Name(path.parent.name), Name(path.name))
         return False
     finally:

@@ -1,12 +1,12 @@
-"""Listings of sources inside the cache: charged before they are copied, whole or not there at all.
+"""Listings of sources inside the cache: charged before they are copied, and either complete or absent.
 
 ::
 
-    a folder elsewhere  -- copied -->  listings/<source>.<holder>/  -- fsync, rename -->  listings/<source>/
+    a folder outside  -- copied -->  listings/<source>.<holder>/  -- fsync, rename -->  listings/<source>/
                                                                               or -->  listings/<source>/segment-0001/
 
-What a source has grown by lies in further segments beside its first listing, which never changes. Killed in between,
-the copy is removed with everything else of a dead holder.
+The growth of a source lies in further segments beside its first listing, which never changes. If the process is killed
+in between, recovery removes the copy together with everything else of the dead holder.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ __all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished",
 
 
 def listing_bound(listing: Path, disk_block: int) -> int:
-    """Upper bound of what a copy of this folder takes on the cache's disk, whose blocks may be larger than here."""
+    """Return the upper bound in bytes of a copy of this folder on the cache's disk, whose blocks may be larger than
+    here."""
     sizes = [path.stat().st_size for path in listing.iterdir()]
     return disk_block + sum(whole_blocks(size, disk_block) + size // MAP_SHARE + disk_block for size in sizes)
 
 
 def segments(listing: Path) -> list[str]:
-    """Names of what a listing has grown by; one that only says what vanished adds no unit."""
+    """Return the names of a listing's segments. A segment that only says which keys vanished adds no unit."""
     return sorted(path.name for path in listing.iterdir() if path.is_dir())
 
 
 def take_in(layout: Layout, source: Id, listing: Path, owner: Id) -> int:
-    """Copy a listing to where that of ``source`` lies, durably; gives its bytes on disk."""
+    """Copy a listing to its place for ``source``, durably; return its bytes on disk."""
     target, aside = layout.listing(source), copy_aside(layout, source, listing, owner)
+    # A folder in this place was left by a killed process or belongs to an older listing; rename
+    # needs the place free.
     layout.remove(target)
     os.rename(aside, target)
     fsync_folder(layout.listings)
@@ -45,11 +48,13 @@ def take_in(layout: Layout, source: Id, listing: Path, owner: Id) -> int:
 
 
 def copy_aside(layout: Layout, source: Id, listing: Path, owner: Id) -> Path:
-    """Copy a listing, or a segment of one, beside the others, durably."""
+    """Copy a listing, or a segment of one, into a folder beside the others, durably."""
     aside = layout.listing_aside(source, owner)
     layout.remove(aside)
     try:
         shutil.copytree(listing, aside, copy_function=_copy)
+        # fsync before the rename: after a power cut a renamed file that was not synced can have
+        # length 0.
         for path in aside.iterdir():
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -64,16 +69,19 @@ def copy_aside(layout: Layout, source: Id, listing: Path, owner: Id) -> Path:
 
 
 def _copy(source: str, target: str) -> None:
-    """A file into one that is not there: never through a link."""
+    """Copy a file to a new one."""
+    # Made by an exclusive call that follows no link, so nobody can make us write through a planted
+    # one.
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(source, "rb") as old, open(fd, "wb") as new:
         shutil.copyfileobj(old, new)
 
 
 def append_segment(layout: Layout, source: Id, aside: Path, name: Name) -> int:
-    """Put a copied segment where it belongs; gives the bytes on disk of the whole listing. Under the catalog's lock:
-    what lies there already was never entered into it."""
+    """Move a copied segment to its place; return the bytes on disk of the complete listing. Call this under the
+    catalog's lock."""
     target = layout.listing(source) / name
+    # No transaction entered a folder that lies in this place: a killed process left it.
     remove(layout.root, Name(layout.listings.name), source, name)
     os.rename(aside, target)
     fsync_folder(target.parent)
@@ -84,5 +92,7 @@ def append_segment(layout: Layout, source: Id, aside: Path, name: Name) -> int:
 def remove_unfinished(layout: Layout, owners: Collection[Id]) -> None:
     """Delete copies that these holders left unfinished."""
     for name in os.listdir(layout.listings):
+        # The id of the holder is the suffix of the copy's name, so only copies of dead processes
+        # match.
         if name.rpartition(".")[2] in owners:
             layout.remove(layout.listings / name)

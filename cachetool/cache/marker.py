@@ -1,12 +1,14 @@
-"""``cachetool.json``: the file that says that a folder is a cache, of which layout, and under which cap.
+"""``cachetool.json``: the file that marks a folder as a cache, with its layout version and its cap.
 
 ::
 
-    not there, and the folder empty, or of a cache whose making was cut off    ->  no cache yet: it may be made
-    not there, and the folder full of other things                             ->  refused, never touched
-    not there or garbled, and shards or a catalog beside it                    ->  a cache that lost it: refused, and
-                                                                                   made again by `verify --repair`
-It is written last when a cache is made. The cap that counts is the catalog's; this one is for when the catalog is lost.
+    missing, and the folder is empty or an unfinished new cache   ->  no cache yet: it may be made
+    missing, and the folder is full of other things               ->  refused, never touched
+    missing or garbled, and shards or a catalog beside it         ->  a cache that lost the file: refused, and
+                                                                      made again by `verify --repair`
+
+The file is written last when a cache is made. The catalog's cap is the valid one; the cap in this file is for a lost
+catalog.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ _SHARD = re.compile(r"[0-9a-f]{16}")
 
 
 def check(layout: Layout) -> bool:
-    """Whether a usable cache is here; False when nothing is. Changes nothing.
+    """Return True if a usable cache is here, False if nothing is. Changes nothing.
 
-    Raises what :func:`look` raises, and :class:`CatalogError` for a cache that lost its ``cachetool.json``.
+    Raises the errors of :func:`look`, and :class:`CatalogError` for a cache that lost its ``cachetool.json``.
     """
     there, wrong = look(layout)
     refuse_links(layout)
@@ -41,29 +43,29 @@ def check(layout: Layout) -> bool:
 
 
 def refuse_links(layout: Layout) -> None:
-    """Raise :class:`CatalogError` for a cache whose folders are links: what is written and removed there would lie
-    outside of it."""
+    """Raise :class:`CatalogError` for a cache whose folders are links."""
     for folder in layout.folders:
+        # Shards would be written to, and deleted from, a place outside of the cache.
         if folder.is_symlink():
             raise CatalogError(
-                f"cache {layout.root} is refused: its {folder.name} is a link to {os.readlink(folder)}, which is no"
-                " part of the cache; put the folder itself in its place, or pull into another cache"
+                f"cache {layout.root} is refused: its folder {folder.name} is a link to {os.readlink(folder)};"
+                " replace the link by the folder itself, or pull into another cache"
             )
 
 
 def look(layout: Layout) -> tuple[bool, str | None]:
-    """Whether a cache is here, and what is wrong with its ``cachetool.json``: None when that is as it should be.
+    """Return whether a cache is here, and what is wrong with its ``cachetool.json`` (None if nothing is).
 
-    Raises :class:`UsageError` for a file or a folder of other things, :class:`CatalogError` for a newer layout or a
-    folder that this user may not use.
+    Raises :class:`UsageError` for a file or for a folder of other things, and :class:`CatalogError` for a newer layout
+    or a folder that this user may not use.
     """
     try:
         entries = os.listdir(layout.root)
     except FileNotFoundError:
         if layout.root.is_symlink():
             raise UsageError(
-                f"cache {layout.root} is a link to {os.readlink(layout.root)}, which is not there; make that folder, or"
-                " name another with --cache"
+                f"cache {layout.root} is a link to {os.readlink(layout.root)}, which does not exist; make that folder,"
+                " or choose another one with --cache"
             ) from None
         return False, None
     except NotADirectoryError:
@@ -73,7 +75,8 @@ def look(layout: Layout) -> tuple[bool, str | None]:
         raise permission_denied(layout.root, layout.root) from error
     except OSError as error:
         raise UsageError(f"cache {layout.root} cannot be read: {error.strerror}") from error
-    if not os.access(layout.root, os.X_OK):  # it may be listed, and no more
+    # This user may list the folder but not open anything in it.
+    if not os.access(layout.root, os.X_OK):
         raise permission_denied(layout.root, layout.root)
     if layout.marker.name in entries:
         wrong = _wrong(layout)
@@ -82,11 +85,12 @@ def look(layout: Layout) -> tuple[bool, str | None]:
     elif not entries or _half_made(layout, entries):
         return False, None
     elif _evidence(layout, entries):
-        # A cache that was being made while the folder was read has its marker by now.
-        return True, None if layout.marker.exists() else "is missing, though there is a cache beside it"
+        # Another process may have been making this cache while the folder was read. Then the marker
+        # exists by now.
+        return True, None if layout.marker.exists() else "is missing, although its folder holds a cache"
     raise UsageError(
-        f"folder {layout.root} holds other things and is no cache; name one with --cache, or an empty or new folder for"
-        " a new one"
+        f"folder {layout.root} is not a cache and not empty; choose a cache with --cache, or an empty or new folder for"
+        " a new cache"
     )
 
 
@@ -102,7 +106,8 @@ def _wrong(layout: Layout) -> str | None:
     except OSError as error:
         raise CatalogError(f"{layout.marker} cannot be read: {error.strerror}; is the disk failing?") from error
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "is not what cachetool writes"
+        # Anything may stand in a file of somebody else; deep brackets raise RecursionError.
+        return "is damaged, or was not written by cachetool"
     if newer:
         raise CatalogError(
             f"cache {layout.root} was written by a newer cachetool (layout {version}, this one knows {LAYOUT_VERSION});"
@@ -112,7 +117,7 @@ def _wrong(layout: Layout) -> str | None:
 
 
 def _half_made(layout: Layout, entries: Collection[str]) -> bool:
-    """Whether this is a cache whose making was cut off, or is under way: nothing of a user's is in it yet."""
+    """Return True if this is a cache whose creation was interrupted or is in progress, without any data of a user."""
     own_names = (
         layout.tag.name,
         layout.catalog.name,
@@ -128,8 +133,9 @@ def _half_made(layout: Layout, entries: Collection[str]) -> bool:
 
 
 def _evidence(layout: Layout, entries: Collection[str]) -> bool:
-    """Whether what lies in the folder is of our making: our tag beside a catalog or a listing, or a shard."""
+    """Return True if cachetool made the folder's contents: its tag beside a catalog or a listing, or a shard."""
     listed = layout.listings.is_dir() and any(layout.listings.iterdir())
+    # The tag alone proves nothing, since other programs write CACHEDIR.TAG too.
     if layout.tag.name in entries and (layout.catalog.name in entries or listed):
         return True
     return layout.shards.is_dir() and any(
@@ -138,16 +144,20 @@ def _evidence(layout: Layout, entries: Collection[str]) -> bool:
 
 
 def mark(layout: Layout, **settings: int) -> None:
-    """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it has; under the catalog's
-    lock: the file beside is one for all."""
+    """Write the marker with the settings ``max_size`` and ``min_free`` of a complete cache. Call this under the
+    catalog's lock."""
+    # The file beside has one name for all processes; the caller's lock keeps them apart, and a
+    # killed one may have left it.
     layout.remove(layout.marker_aside)
     write_durable(layout.marker_aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
+    # A rename replaces the marker at once: without it a killed process could leave half a file, and
+    # the cache would be refused.
     os.replace(layout.marker_aside, layout.marker)
     fsync_folder(layout.root)
 
 
 def settings(layout: Layout) -> dict[str, int]:
-    """What :func:`mark` was last told; as far as it can be read."""
+    """Return the settings that :func:`mark` last wrote, as far as the file can be read."""
     try:
         values = json.loads(read_json(layout.marker))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""From a folder's name to an open cache: which root, which cap, and whether it may be used at all."""
+"""Opening of a cache by its folder's name: the root, the cap, and the checks that it may be used."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["open_cache", "open_root"]
 C = TypeVar("C", bound=CacheDir)
 
 _TO_LOOK = 5.0
-"""Seconds that a recovery waits for its turn before a command that only looks does without."""
-_FULL_FIRST = "it will be full before the cap is reached"
+"""Seconds that a recovery waits for its turn. After that a command that only reads continues without a recovery."""
+_FULL_FIRST = "the disk will be full before the cap is reached"
 
 
 def open_cache(
@@ -37,14 +37,25 @@ def open_cache(
 ) -> CacheDir:
     """Open a cache folder, or prepare a new one.
 
-    ``root`` None is ``$CACHETOOL_CACHE`` or the platform's cache folder of this user. ``max_size`` is the cap in bytes
-    or as ``"50GB"``; a new cache without one takes half of the free disk and says so through ``notify``. A different
-    cap for an existing cache takes effect with the first write, and is refused while another process uses the cache.
-    ``min_free`` keeps that much of the disk free. Left unfinished work of dead processes is finished first.
+    :func:`cachetool.open_cache` also returns the verbs ``pull`` and ``convert``.
 
-    Raises :class:`UsageError` for a folder that is no cache, is missing with ``create=False``, or that others may write
-    to; :class:`CatalogError`
-    for a cache of a newer version, or one that lost files of its own; :class:`CapTooSmall` for a cap below those files.
+    Args:
+        root: The folder. Default: ``$CACHETOOL_CACHE``, otherwise the cache folder of this user on this platform.
+        max_size: The cap in bytes, or text such as ``"50GB"``. Default: the cap that the cache has; half of the free
+            disk for a new cache, which ``notify`` is told.
+        min_free: Bytes of the disk that pulls leave free, a number or text. Default: the value that the cache has, or
+            0.
+        create: False: raise an error if there is no cache. Default: True.
+        notify: A function that gets one line of text for the user. Default: no lines.
+
+    Returns:
+        A :class:`CacheDir`.
+
+    Raises:
+        UsageError: The folder is not a cache, or others may write to it; there is no cache and ``create`` is False; or
+            another process uses the cache, so that the cap cannot change.
+        CatalogError: A newer version of cachetool made the cache, or the cache lost files of its own.
+        CapTooSmall: The cap is too small for the cache's own files, or below the bytes in use.
     """
     return open_root(CacheDir, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
 
@@ -58,14 +69,15 @@ def open_root(
     create: bool,
     notify: Callable[[str], None] | None,
 ) -> C:
-    """:func:`open_cache` for a class made of :class:`CacheDir`."""
+    """Open a cache as an object of ``kind``, a class made of :class:`CacheDir`. See :func:`open_cache`."""
     size = None if max_size is None else parse_size(max_size, what="--max-size")
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
     if notify is not None and not callable(notify):
-        raise UsageError(f"notify={shown(notify)} cannot be used: a function that takes a line of text")
+        raise UsageError(f"notify={shown(notify)} cannot be used: it must be a function that takes a line of text")
     create = parse_flag(create, what="create=")
     path = place_of(root_of(root))
     refuse_long(path)
+    # Before the catalog is opened: on a network file system its locks cannot be relied on.
     check_file_system(path, notify)
     refuse_loose(path)
     layout = Layout(path)
@@ -87,18 +99,23 @@ def open_root(
         least = least_overhead(layout)
         if size < least:
             raise CapTooSmall(
-                f"{what} is {format_size(size)}: the cache's own files need {format_size(least)} before any shard, and"
-                f" it must hold one; {'raise it' if what == '--max-size' else 'free some space'}"
+                f"{what} is {format_size(size)}, too small for the cache's own files ({format_size(least)}) and one"
+                f" shard; {'raise --max-size' if what == '--max-size' else 'free some space'}"
             )
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     try:
         if exists:
+            # Another process may make a cache, fail, and remove it again while this one has it
+            # open. Then this one makes it anew with the settings that it had.
             if create and (saved := settings(layout)).keys() == {"max_size", "min_free"}:
                 cache.make_again(saved)
             _recover(cache, notify, create=create)
             if size is not None and size != cache.catalog.number("max_size"):
+                # Imported here, because a process that only reads never changes a cap.
                 from cachetool.cache.capping import refuse
 
+                # A check only: the cap is written with the first use of `cache.holder`. So a
+                # command that fails before leaves the cap as it was.
                 with cache.catalog.write() as connection:
                     refuse(connection, layout, size)
                     left = size - measure(connection, layout).total
@@ -106,7 +123,9 @@ def open_root(
                 if notify is not None and size < before:
                     notify(f"the cap of {path} is lowered from {format_size(before)} to {format_size(size)}")
                 if notify is not None and left > free:
-                    more = f"{format_size(left)} more than it takes now, the disk has {format_size(free)} free"
+                    more = (
+                        f"{format_size(left)} more than the cache uses now, but the disk has {format_size(free)} free"
+                    )
                     notify(f"the cap of {path} becomes {format_size(size)}, {more}: {_FULL_FIRST}")
     except BaseException:
         cache.close()
@@ -115,7 +134,7 @@ def open_root(
 
 
 def _left(layout: Layout) -> int | None:
-    """The cap of a cache whose making was cut off, and which is made now."""
+    """Return the cap of a cache whose creation was interrupted and is continued now, or None."""
     if not layout.catalog.exists():
         return None
     with contextlib.suppress(CapacityError, CatalogError), contextlib.closing(Catalog(layout.catalog)) as catalog:
@@ -124,7 +143,7 @@ def _left(layout: Layout) -> int | None:
 
 
 def _explained(notify: Callable[[str], None] | None, words: str) -> Callable[[str], None] | None:
-    """``notify`` with a few words about the cap; it is called once the cache is really made."""
+    """Return ``notify`` with a few words about the cap added. It is called once the cache is really made."""
     if notify is None:
         return None
     return lambda line: notify(f"{line}: {words}")
@@ -134,10 +153,13 @@ def _recover(cache: CacheDir, notify: Callable[[str], None] | None, *, create: b
     try:
         cache.recover(patience=PATIENCE if create else _TO_LOOK)
     except CatalogError as error:
+        # A command that only reads continues without the recovery; a writer must not, because
+        # reservations of dead processes would count against the cap.
         if create or not error.readable:
             raise
         if notify is not None:
             notify(f"warning: {error}")
-    except (CapacityError, OSError) as error:  # a full or read-only disk: what is there can still be read
+    except (CapacityError, OSError) as error:
+        # A full or read-only disk: no recovery is possible, but the shards can still be read.
         if notify is not None:
             notify(f"warning: {known_error(error) or error}")

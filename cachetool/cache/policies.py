@@ -1,8 +1,7 @@
-"""Eviction policies: in which order shards are given up, and how room may be made for a writer.
+"""Eviction policies: the order in which shards are evicted, and how room may be made for a writer.
 
-The policies are pure functions over rows, and the plan is made from them.
-
-How room may be made is a value that travels from the command line to admission and renewal.
+The policies are pure functions over rows; a plan is made from them. :class:`Room` is a value that travels from the
+command line to admission and renewal.
 """
 
 from __future__ import annotations
@@ -32,35 +31,39 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A ready shard, as far as eviction cares."""
+    """A ready shard, with the values that eviction needs."""
 
     id: str
     dataset: str
     samples: int
     bytes: int
     seq: float
-    """Place in the order of commits; a fraction for a part of what was one shard."""
+    """Place in the order of commits; a fraction for a shard that was cut from another one."""
     epochs: int
-    """How many epochs it served."""
+    """Number of epochs that it served."""
     used: float
-    """When it last served one (seconds since 1970), or was committed."""
+    """Time when it last served an epoch, or else was committed (seconds since 1970)."""
     job: str | None = None
     """The pull that wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A shard chosen to go."""
+    """A shard that an eviction chose."""
 
     id: str
+    """Id of the shard."""
     dataset: str
+    """Its dataset."""
     samples: int
+    """Number of its samples."""
     bytes: int
+    """Its bytes on disk."""
     reason: str
-    """Why this one: the policy and the value it went by."""
+    """Why this shard was chosen: the policy and the value that it compared."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "id": self.id,
             "dataset": self.dataset,
@@ -71,51 +74,62 @@ class Victim:
 
 
 def _random(row: Candidate) -> tuple[str, float]:
+    # A hash of the id instead of a random number: the order is the same in each process and each
+    # dry run.
     return hashlib.sha256(row.id.encode()).hexdigest(), row.seq
 
 
 POLICIES: dict[str, Callable[[Candidate], tuple[Any, ...]]] = {
+    # Each key ends with `seq`, so that equal shards have a fixed order, oldest first.
     "oldest": lambda row: (row.seq,),
     "most-used": lambda row: (-row.epochs, row.seq),
     "lru": lambda row: (row.used, row.seq),
     "random": _random,
 }
-"""Name to sort key; the smallest key goes first."""
+"""Name of a policy -> sort key; the shard with the smallest key is evicted first."""
 
 
 def _value(row: Candidate, policy: str) -> str:
-    """The value of a shard by which the policy chose it, in words."""
+    """Return the value by which the policy chose a shard, in words."""
     if policy == "lru":
         return f"last used {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row.used))}"
     return {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
 
 
 def policy_names() -> tuple[str, ...]:
-    """The names that ``--policy`` takes."""
+    """Return the names that ``--policy`` takes.
+
+    Returns:
+        The names: ``oldest``, ``most-used``, ``lru``, ``random``.
+
+    Example:
+        assert "lru" in policy_names()
+    """
     return tuple(POLICIES)
 
 
 def check_policy(policy: str) -> None:
-    """Raise :class:`UsageError` for a name that is none."""
+    """Raise :class:`UsageError` for the name of a policy that does not exist."""
     if not is_one_of(policy, POLICIES):
-        raise UsageError(f"unknown eviction policy {shown(policy)}; there are {', '.join(POLICIES)}")
+        raise UsageError(f"unknown eviction policy {shown(policy)}; choose one of {', '.join(POLICIES)}")
 
 
 def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None) -> str | None:
-    """Why a shard is protected; None when it may go."""
+    """Return why a shard is protected, or None when it may be evicted."""
     if dataset is not None and row.dataset != dataset:
         return "of other datasets"
     if row.epochs < min_epochs:
-        return f"which fewer than {min_epochs} epochs used (--min-epochs)"
+        return f"used by fewer than {min_epochs} epochs (--min-epochs)"
     if keep_job is not None and row.job == keep_job:
-        return "of this very pull"
+        return "of this pull"
     return None
 
 
 def protected(
     rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None
 ) -> list[str]:
-    """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
+    """Return the shards of ``rows`` that :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other
+    datasets``."""
     sizes_by_reason: dict[str, list[int]] = {}
     for row in rows:
         why = _kept(row, min_epochs, dataset, keep_job)
@@ -125,7 +139,7 @@ def protected(
 
 
 def shards_of(sizes: Sequence[int]) -> str:
-    """``1 shard (40.9 kB)``, ``2 shards (1.5 GB)``."""
+    """Return the number and size of shards in words: ``1 shard (40.9 kB)``, ``2 shards (1.5 GB)``."""
     return f"{len(sizes)} shard{'' if len(sizes) == 1 else 's'} ({format_size(sum(sizes))})"
 
 
@@ -138,10 +152,11 @@ def choose(
     dataset: str | None = None,
     keep_job: str | None = None,
 ) -> Sequence[Victim]:
-    """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
+    """Return victims in the order of the policy until their bytes reach ``excess``; fewer when the other shards are
+    protected.
 
-    Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
-    named, and of the pull ``keep_job``. Raises :class:`UsageError` for an unknown policy.
+    Protected are shards that served fewer than ``min_epochs`` epochs, shards of other datasets than ``dataset`` when
+    one is named, and shards of the pull ``keep_job``. Raises :class:`UsageError` for an unknown policy.
     """
     check_policy(policy)
     free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]
@@ -156,23 +171,30 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How room may be made for a writer."""
+    """The ways in which room may be made for a writer.
+
+    Example:
+        room = Room(evict=True, policy="lru", wait=10.0)
+    """
 
     evict: bool = False
-    """Whether older shards may go."""
+    """True if older shards may be evicted. Default False."""
     policy: str = "oldest"
+    """Name of the eviction policy. Default ``oldest``."""
     min_epochs: int = 0
+    """Shards that served fewer epochs are not evicted. Default 0."""
     job: str | None = None
-    """The pull that writes."""
+    """Id of the pull that writes."""
     trainer: str | None = None
-    """Holder of the program that the pull is a part of. Nothing goes any more once that program has died: it may be
-    resumed, and its leases died too."""
+    """Holder of the training program to which the pull belongs. Nothing is evicted after that program has died: it may
+    be resumed, and its leases have ended."""
     keep_own: bool = False
-    """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
-    what it has would be for nothing."""
+    """True if the shards of this pull must stay. The pull itself then says what to do when the cache is full, because
+    evicting its own shards would be useless."""
     wait: float = 60.0
-    """Seconds to wait for others."""
+    """Seconds to wait for readers and other writers; infinity for ``--follow``. Default 60."""
     advise: bool = True
-    """Whether an error says what to do; else its receiver does, who knows how much is still to come."""
+    """True if an error says what to do. False if the receiver of the error does, who knows how many samples are still
+    to come."""
     renew: float = 0.1
-    """Share of the cap that snapshots free for the pull at each epoch, once it wants room."""
+    """Share of the cap that snapshots free for the pull at each epoch, once the pull wants room. Default 0.1."""

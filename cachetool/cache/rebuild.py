@@ -1,15 +1,15 @@
-"""A catalog made anew from the shards, when the old one is lost, garbled, or older than they are.
+"""Rebuild of the catalog from the shards, when it is lost, garbled, or older than the shards.
 
 ::
 
     every shards/<id>/shard.json, checksum and id checked   ->  shards in their order, datasets, draws done
-    the newest record of each source, in those or beside its listing  ->  sources, draws of shards evicted since
-    cachetool.json, else whoever asks                       ->  the cap
+    newest record of each source, in those or beside its listing  ->  sources, draws of shards evicted since
+    cachetool.json, else the caller                         ->  the cap
 
-Of two shards with the same draws (a conversion that replaced one, a commit that was cut off and drawn again) the one
-committed last stays; one of a part that this cache draws no more is deleted. A folder without ``shard.json`` was never
-committed, or was being deleted, and is deleted; so is a folder whose ``shard.json`` is not whole, whose draws are then
-open. Counters, events and history begin again.
+Two shards with the same draws come from a conversion that replaced one, or from a commit that was interrupted and drawn
+again. The shard that was committed last stays. A shard of a part that this cache no longer draws is deleted. A folder
+without ``shard.json`` was never committed, or was being deleted, and is deleted. A folder whose ``shard.json`` is
+damaged is deleted too, and its draws are open. Counters, events and history begin again.
 """
 
 from __future__ import annotations
@@ -49,51 +49,58 @@ __all__ = [
 ]
 
 _ROW_BYTES = 600
-"""What a shard takes in the catalog, roughly, indices included."""
+"""Approximate bytes of a shard in the catalog, indices included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What the shards gave."""
+    """The result of a rebuild."""
 
     shards: int
     samples: int
     sources: int
     bad: tuple[tuple[str, str], ...]
-    """Folders that were deleted because their ``shard.json`` is not whole, and why."""
+    """Folders that were deleted because their ``shard.json`` is damaged, and the reason for each."""
     deleted: tuple[str, ...]
-    """Folders that were never committed, whose samples a newer shard holds, or whose part is drawn elsewhere."""
+    """Folders that were never committed, whose samples a newer shard holds, or whose part another node draws."""
     max_size: int
 
 
 @dataclass(slots=True)
 class Found:
-    """What the folders hold, newest knowledge first."""
+    """The contents of the folders, as their records describe them."""
 
     shards: list[Record] = field(default_factory=list)
     schemas: dict[str, tuple[float, Any]] = field(default_factory=dict)
     progress: dict[str, tuple[tuple[int, float], Record]] = field(default_factory=dict)
-    """Of each source the newest: version, time of its commit (in the order of :func:`without_doubles`), record."""
+    """The newest record of each source: version, time of its commit (in the order of :func:`without_doubles`),
+    record."""
     bad: list[tuple[Id, str]] = field(default_factory=list)
     unfinished: list[Id] = field(default_factory=list)
 
     def learn(self, value: Record) -> None:
-        """Keep the newest record of a source."""
+        """Keep the record of a source if it is newer than the one known so far."""
         progress, at = value.get("progress"), (value["since"], value.get("created", 0.0))
         if progress is not None and self.progress.get(progress["id"], ((-1, 0.0),))[0] < at:
             self.progress[progress["id"]] = (at, progress)
 
 
 def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
-    """Replace the catalog; ``max_size`` is the cap where no file tells it any more.
+    """Replace the catalog. ``max_size`` is the cap for the case that no file tells it any more.
 
     Raises :class:`CatalogError` while another process uses the cache, and when the cap is not known.
     """
-    holder_of(layout.holders)  # whoever rebuilds at the same moment sees this process, and one of the two gives up
+    # Another process that rebuilds at the same moment sees this lock, and at least one of the two
+    # gives up.
+    holder_of(layout.holders)
     old = Catalog(layout.catalog)
     with _locked(old):
+        # By the lock files and not by the catalog, which may not name the processes that use the
+        # cache.
         if others := live_locks(layout.holders):
-            who = ", ".join(f"pid {pid}" if pid else "a process elsewhere" for pid in others)
+            who = ", ".join(
+                f"pid {pid}" if pid else "a process on another machine or in another container" for pid in others
+            )
             raise CatalogError(
                 f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
             )
@@ -102,14 +109,19 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
         settings: dict[str, Any] = {**marked(layout)}
         if settings.setdefault("max_size", max_size) is None:
             raise CatalogError(
-                f"the cap of {layout.root} was lost with its catalog and {layout.marker.name}; say what it was:"
+                f"the cap of {layout.root} was lost with its catalog and {layout.marker.name}; set it again with:"
                 f" cachetool verify --repair --max-size SIZE --cache {layout.root}"
             )
+        # Written before anything is deleted, so that a rebuild that is killed leaves the cap on the
+        # disk.
         if marked(layout) != (asked := {name: settings.get(name, 0) for name in ("max_size", "min_free")}):
             mark(layout, **asked)
+        # shard.json is deleted first in each folder, so a folder that is deleted only halfway is no
+        # shard for the next rebuild.
         for name in (*records.unfinished, *superseded, *(name for name, _ in records.bad)):
             layout.remove(layout.shard(name), first=SHARD_FILE)
-        # First, and the new one stays below the cap beside the old. Nothing is in it while the catalog is locked.
+        # The journal is deleted first, so that the new catalog beside the old one stays below the
+        # cap. Nothing is in the journal while the catalog is locked.
         layout.remove(layout.catalog.with_name(layout.catalog.name + "-journal"))
         _write(layout, records, kept, settings)
     old.close()
@@ -125,7 +137,8 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
 
 @contextlib.contextmanager
 def _locked(old: Catalog) -> Iterator[None]:
-    """Keep others from writing to a catalog that still can be; a garbled one keeps them out by itself."""
+    """Keep other processes from writing to the old catalog while it can still be locked. A garbled one keeps them out
+    by itself."""
     transaction = old.write()
     try:
         transaction.__enter__()
@@ -135,18 +148,22 @@ def _locked(old: Catalog) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(CacheToolError):  # nothing was written, and by now another file is in its place
+        # Safe to ignore: nothing was written, and by now another file is in the old catalog's
+        # place.
+        with contextlib.suppress(CacheToolError):
             transaction.__exit__(None, None, None)
 
 
 def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
-    """Read every ``shard.json``, but of shards to ``leave_out``, and every record beside the listings."""
+    """Read every ``shard.json``, except those of shards to ``leave_out``, and every record beside the listings."""
     records = Found()
     if not layout.shards.is_dir():
         return records
+    # Sorted by name, so that the same folders give the same catalog and the same messages.
     for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
+        # Folders that cachetool did not make are left alone, and links are not followed.
         if not Id.fits(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
-            continue  # what is not ours is left alone
+            continue
         folder = Path(entry.path)
         if not (folder / SHARD_FILE).exists():
             records.unfinished.append(Id(entry.name))
@@ -157,20 +174,25 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
                 value["dataset"], (value["declared"] or value["created"], value["schema"])
             )
             if schema[1] != value["schema"]:
-                raise ValueError(f"its schema is not that of dataset {value['dataset']}")
-        except PermissionError:  # says nothing of the bytes
+                raise ValueError(f"its schema differs from that of dataset {value['dataset']}")
+        except PermissionError:
+            # This error says nothing about the bytes. Treating it as damage would delete a good
+            # shard.
             raise
         except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+            # Too many open files is a limit of this process and no damage of the shard.
             if isinstance(error, OSError) and limit_error(error) is not None:
                 raise
             records.bad.append((Id(entry.name), str(error)))
             continue
         records.learn(value)
-        for name in ("progress", "schema", "files"):  # thousands of shards: keep what the catalog needs
+        # There may be thousands of shards, so only the values for the catalog stay in memory.
+        for name in ("progress", "schema", "files"):
             value.pop(name, None)
         records.shards.append(value)
     for path in layout.listings.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # then the shards alone must do
+        # A damaged record beside the listings is dropped; the records in the shards must do then.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             value = unseal(path)
             Schema.from_json(value["schema"])
             records.schemas.setdefault(
@@ -191,8 +213,10 @@ def _checked(folder: Path) -> Record:
 
 
 def current(records: Found) -> tuple[list[Record], list[Id]]:
-    """The shards that belong into the catalog, in the order of their commits, and the ids of the others: their samples
-    are in newer ones, or they are of a part that their cache draws no more."""
+    """Return the shards for the catalog in the order of their commits, and the ids of the others.
+
+    The others are shards whose samples are in newer ones, or whose part this cache no longer draws.
+    """
     parts = {
         (id, progress["cut"], part)
         for id, (_, progress) in records.progress.items()
@@ -207,15 +231,20 @@ def current(records: Found) -> tuple[list[Record], list[Id]]:
 
 
 def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
-    """Shards in the order of their commits without those whose samples newer ones hold, and the ids of these."""
+    """Return the shards in the order of their commits without those whose samples newer shards hold, and the ids of the
+    latter."""
     shards = list(shards)
     kept: list[Record] = []
     superseded = _torn(shards)
     lineages: set[str] = set()
     draws_by_pass: dict[tuple[str, int, int], list[Range]] = {}
+    # Newest first, so that of two shards with the same draws or lineage the newer one is met first
+    # and stays.
     for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
         if value["id"] in superseded:
             continue
+        # Draws alone would not find the old shard of a conversion of data that was not pulled, so
+        # the lineages decide as well.
         lineages.update(value.get("ancestors", ()))
         ranges = union(value["draws"]) if value["source"] is not None else ()
         others = draws_by_pass.setdefault((value["source"], value["part"], value["pass_number"]), [])
@@ -230,8 +259,8 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
 
 
 def _torn(shards: Sequence[Record]) -> list[Id]:
-    """Ids of parts that were to replace a shard which is still there, while other parts are not: their commit was cut
-    off, and the old shard holds all of it. (Or those parts were evicted since: then they come back with it.)"""
+    """Return the ids of replacing shards whose commit was interrupted: the replaced shard is still there, while other
+    shards of the same commit are missing."""
     here = {name for value in shards for name in (value["id"], value["lineage"])}
     named = here.union(*(value.get("ancestors", ()) for value in shards))
     return [
@@ -246,6 +275,8 @@ def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[st
     for path in layout.catalog_asides:
         layout.remove(path)
     pages = FIRST_PAGES
+    # The limit becomes at least 1.5 times the expected rows. So the new catalog starts below the
+    # three quarters at which admission doubles the limit.
     while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * len(kept):
         pages *= 2
     catalog = Catalog(aside)
@@ -253,6 +284,8 @@ def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[st
     with catalog.write() as connection:
         newest = max([at[0] for at, _ in records.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
+        # Above all recorded versions and places, so that every new commit is newer than every
+        # record on the disk.
         connection.execute("UPDATE cache SET version = ?, next_seq = ?", (newest + 1, last + 1))
         for name, (declared, schema) in records.schemas.items():
             connection.execute(
@@ -272,8 +305,11 @@ def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[st
     catalog.close()
     for path in beside:
         layout.remove(path)
+    # The counters in the history began before the rebuild, and the new catalog's counters begin at
+    # 0.
     layout.remove(layout.history)
-    # The old one stays until this one is whole: killed before here, the next repair begins again.
+    # The old catalog stays until the new one is complete. If the process is killed before this
+    # line, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
 
@@ -285,9 +321,10 @@ def _rows(layout: Layout, kept: list[Record]) -> Iterator[Record]:
 
 
 def _add_progress(connection: Connection, layout: Layout, records: Found, progress: Record, kept: list[Record]) -> None:
-    """A source's row, and its open draws: those of the newest record without those of shards that are here."""
+    """Write a source's row and its open draws: those of the newest record without those of shards that are here."""
     listing = layout.listing(Id(progress["id"]))
     schema = records.schemas[progress["dataset"]][1]
+    # The record also has fields that are no columns of this table (parts, pending, reopened).
     columns = {column["name"] for column in connection.execute("PRAGMA table_info(sources)")}
     row = {name: value for name, value in progress.items() if name in columns} | {
         "began_at_moves": None,
@@ -314,17 +351,20 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
 
 
 def open_draws(progress: Record, kept: Collection[Record]) -> Iterator[tuple[int, int, int, Ranges]]:
-    """Each part of a source here: its number, how far its pass was drawn, its size, and which ranges below that are
-    open: those of the source's newest record without those of shards that are here."""
+    """Yield for each part of a source here: its number, its frontier, its size, and the open ranges below the frontier.
+
+    The open ranges are those of the source's newest record, without the draws of shards that are here.
+    """
     for part, before, size in {part[0]: part for part in json.loads(progress["parts"])}.values():
         here = _draws_in_shards(kept, progress["id"], progress["pass_number"], part)
+        # A shard that was committed after the newest record may lie beyond its frontier.
         frontier = max([before] + [stop for _, stop in here])
         pending = [(start, stop) for other, start, stop in progress["pending"] if other == part]
         yield part, frontier, size, difference([*pending, (before, frontier)], here)
 
 
 def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int, part: int) -> Ranges:
-    """The draws of a part in a pass that are in shards."""
+    """Return the draws of a part in a pass that are in shards."""
     of = source, pass_number, part
     shards = (value for value in kept if (value["source"], value["pass_number"], value["part"]) == of)
     return pairs(draws for value in shards for draws in value["draws"])

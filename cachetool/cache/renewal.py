@@ -1,18 +1,18 @@
-"""How a full cache keeps renewing although every snapshot leases all that is in it.
+"""Renewal of a full cache, although every snapshot leases everything in it.
 
-If room were made only when a writer asks, a trainer whose snapshot leases every shard would let one shard an epoch go.
-So while a live pull wants room, whoever takes a snapshot first retires enough of the oldest shards that the free
-and the retiring bytes together reach the share ``renew`` of the cap: they are in no new snapshot, and go when the old
-ones end. A second snapshot finds the share reached and adds nothing.
+If room were made only when a writer asks, a trainer whose snapshot leases every shard would let one shard an epoch be
+replaced. So while a running pull waits for room, each process that takes a snapshot first retires shards. It retires so
+many that the free and the retiring bytes together reach the share ``renew`` of the cap. Retired shards are in no new
+snapshot, and are deleted when the old snapshots end. A second snapshot finds the share reached and retires nothing.
 
-A full cache is never full to the last byte: what is free and too little for the shard that waits counts as nothing.
-With shards of a sixteenth of the cap, a tenth would otherwise come to one shard an epoch (6 %) instead of two. The
-share is one of what shards may take: of a small cap, a third may be the catalog's.
+A full cache is never full to the last byte. Free bytes that are too few for the waiting shard count as none. With
+shards of a sixteenth of the cap, a tenth would otherwise mean one shard an epoch (6 %) instead of two. The share is one
+of the bytes that shards may take, because of a small cap a third may be the catalog's.
 
-What no snapshot contained yet stays: this one is to show it. Where nearly all is such, as in a cache that was filled
-before anybody read from it, nothing can go, and the epoch after this one would see nothing new. Then an epoch that can
-do with less (``sparing``) is of an older version: the newest shards, up to the share, are left for the next one, before
-which this one has shown what the next can let go.
+Shards that no snapshot contained yet stay, because the next snapshot must show them. In a cache that was filled before
+anybody read it, nearly all shards are such. Then nothing can retire, and the epoch after this one would see nothing
+new. So an epoch that accepts fewer shards (``sparing``) gets an older version: the newest shards, up to the share, are
+left for the next epoch. Until then this epoch has shown the shards that can retire.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ __all__ = ["top_up"]
 
 
 def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str | None) -> int:
-    """The version that a new snapshot is to lease, inside the transaction that takes it; mostly the ``current`` one.
+    """Return the version that a new snapshot must lease, usually ``current``. Call this inside the transaction that
+    takes the snapshot.
 
-    Before, shards are retired for the hungriest live pull: at least one when none is leaving, never the last ready
-    one. Where too few were shown for that, the version is an older one, without the newest shards of the dataset
-    ``sparing``.
+    Shards are retired first for the running pull with the largest ``renew``: at least one when no shard is leaving, and
+    never the last ready one. If too few shards were shown for that, the version is an older one, without the newest
+    shards of the dataset ``sparing``.
     """
     job = connection.execute(
         "SELECT id, renew, policy, min_epochs, keep_own, bytes_wanted FROM jobs"
@@ -43,11 +44,18 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
     leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
     usage = measure(connection, layout)
     free = cap - usage.total
+    # Free bytes that are too few for the waiting shard help nobody, so they count as none.
     usable = free if free >= job["bytes_wanted"] else 0
+    # A share of the bytes that shards may take and not of the whole cap: of a small cap a third may
+    # be the catalog's. Retiring shards count as made room, so a second rank that takes a snapshot
+    # retires nothing more.
     lack = int(job["renew"] * (cap - usage.overhead - usage.listings)) - usable - int(leaving.fetchone()[0])
     if lack <= 0:
         return current
+    # An epoch must show everything that was there before it began, so only shards that an earlier
+    # snapshot contained may retire.
     shown = candidates(connection, seen=True)
+    # With `keep_own` the shards that this epoch shows could not retire at the next snapshot either.
     if sparing is not None and not job["keep_own"] and sum(row.bytes for row in shown) < lack:
         older = _holding_back(connection, sparing, job["renew"], lack)
         if older is not None:
@@ -61,16 +69,17 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
         keep_job=job["id"] if job["keep_own"] else None,
     )
     return (
+        # Never the last ready shard: a snapshot without any shard is no epoch.
         retire(connection, victims[: max(0, ready - 1)], reason="renewal", policy=job["policy"], job=job["id"])
         or current
     )
 
 
 def _holding_back(connection: Connection, dataset: str, renew: float, lack: int) -> int | None:
-    """The newest version before the last of what no snapshot contained, up to the dataset's part of the share.
+    """Return the newest version that leaves out the newest unseen shards, up to the dataset's part of the share.
 
-    None where there is none that shows something new, shows most of the dataset, and shows nothing that was taken out
-    of the cache since: it may have been corrupt.
+    Return None if no such version shows something new, shows most of the dataset, and shows nothing that was evicted
+    since.
     """
     rows = connection.execute(
         "SELECT since, bytes, since > (SELECT seen FROM cache) FROM shards"
@@ -80,8 +89,10 @@ def _holding_back(connection: Connection, dataset: str, renew: float, lack: int)
     total = sum(nbytes for _, nbytes, _ in rows)
     share, left, older = min(lack, int(renew * total)), 0, None
     for since, nbytes, unseen in rows:
+        # All unseen shards are left out by then, so the snapshot would show nothing new.
         if not unseen:
-            return None  # nothing new would be left to show
+            return None
+        # A version ends between two commits: shards of one commit are shown or left out together.
         if older is not None and since <= older:
             break
         left += nbytes
@@ -89,7 +100,11 @@ def _holding_back(connection: Connection, dataset: str, renew: float, lack: int)
     else:
         return None
     largest = max(nbytes for _, nbytes, _ in rows)
+    # A shard that retired after that version would be in the snapshot again. It may have been
+    # retired because it is corrupt.
     gone = connection.execute(
         "SELECT 1 FROM shards WHERE dataset = ? AND state = 'retiring' AND until > ? LIMIT 1", (dataset, older)
     ).fetchone()
+    # At most one shard more than the share: a large group of shards in one commit would leave out
+    # most of the dataset.
     return older if left < share + largest and not gone else None

@@ -1,7 +1,7 @@
-"""What the catalog and the disk say of each other, and how the one is made to fit the other again.
+"""Comparison of the catalog with the disk, and the functions that make the two fit again.
 
-Each function here is safe beside live processes: rows change inside transactions, a folder is only called stray when
-the rows read after it do not know it, and a shard only missing when its row is still there afterwards.
+Each function here is safe beside living processes. Rows change inside transactions. A folder counts as stray only when
+rows that are read after it do not know it. A shard counts as missing only when its row still exists afterwards.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Something in the cache's folder that the catalog does not know."""
+    """A file or folder in the cache's folder that the catalog does not know."""
 
     path: Path
     ours: bool
-    """Whether cachetool made it; what it did not make is named and left alone."""
+    """True if cachetool made it. Anything else is reported and left alone."""
     bytes: int
 
 
 def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
-    """Everything that no row accounts for, largest first."""
+    """Return every file and folder that no row accounts for, largest first."""
+    # The folders are read before the rows. The other way round, a shard whose row is inserted in
+    # between would look like a stray and be deleted.
     shards, listings = _entries(layout.shards), _entries(layout.listings)
     with catalog.read() as connection:
         shard_ids = {row["id"] for row in connection.execute("SELECT id FROM shards")}
@@ -69,7 +71,7 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
         if path.name not in names:
             unknown.append((path, path in (layout.marker_aside, *layout.catalog_asides)))
     unknown += [(path, False) for path in _entries(layout.holders) if path.suffix != ".lock"]
-    # Deleted meanwhile: it was on its way out when we looked.
+    # A path that no longer exists was being deleted when the folder was read.
     there = [Stray(path, ours, _bytes(path)) for path, ours in unknown if os.path.lexists(path)]
     return sorted(there, key=lambda stray: (-stray.bytes, stray.path))
 
@@ -78,7 +80,8 @@ def _entries(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):  # a folder that was deleted is missed elsewhere
+    except (FileNotFoundError, NotADirectoryError):
+        # Other checks report a deleted folder.
         return []
 
 
@@ -90,19 +93,20 @@ def _bytes(path: Path) -> int:
 
 
 def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
-    """Delete what cachetool made and no row accounts for. Gives what was done."""
+    """Delete a stray that cachetool made; return what was done."""
     with catalog.write() as connection:
         in_catalog = connection.execute("SELECT 1 FROM shards WHERE id = ?", (stray.path.name,)).fetchone()
+        # A writer may have inserted the row since the stray was found.
         if stray.path.parent == layout.shards and in_catalog:
-            return "in the catalog by now"
+            return "kept, because it is in the catalog now"
         layout.remove(stray.path)
     return "deleted"
 
 
 def misnamed(layout: Layout, catalogued: Collection[str] | None) -> list[tuple[Path, Record]]:
-    """Folders that hold a shard under another name than its own, which is free: where they are, and what they say.
+    """Return folders that hold a shard under a wrong name while the right name is free: their paths and records.
 
-    Only of shards that are ``catalogued``; None: of any, for a catalog that cannot be asked.
+    Only shards that are ``catalogued`` are returned; None means any, for a catalog that cannot be read.
     """
     folders = []
     for path in _entries(layout.shards):
@@ -127,12 +131,13 @@ def misnamed(layout: Layout, catalogued: Collection[str] | None) -> list[tuple[P
 
 def rename_back(layout: Layout, path: Path, id: Id) -> None:
     """Give a shard's folder its own name again."""
-    os.rename(path, layout.shard(id))  # fails where by now there is a folder that is not empty
+    # The rename fails where a folder with contents appeared meanwhile, so nothing is overwritten.
+    os.rename(path, layout.shard(id))
     fsync_folder(layout.shards)
 
 
 def row_differs(row: Row, value: Record) -> list[str]:
-    """Names of the columns in which a row and its ``shard.json`` disagree."""
+    """Return the names of the columns in which a row and its ``shard.json`` disagree."""
     wrong = [name for name in _BOUND if row[name] != value[name]]
     if json.loads(row["draws"] or "[]") != value["draws"]:
         wrong.append("draws")
@@ -140,14 +145,15 @@ def row_differs(row: Row, value: Record) -> list[str]:
 
 
 def correct_row(catalog: Catalog, id: str, value: Record) -> None:
-    """Write what ``shard.json`` says into the shard's row."""
+    """Write the values of ``shard.json`` into the shard's row."""
     columns = {name: value[name] for name in _BOUND} | {"draws": json.dumps(value["draws"])}
     with catalog.write() as connection:
         connection.execute(
             f"UPDATE shards SET {', '.join(f'{name} = :{name}' for name in columns)} WHERE id = :id",
             {**columns, "id": id},
         )
-        bump(connection)  # else who knows the shards of this version would not look again
+        # A loader that knows the shards of this version would otherwise not look again.
+        bump(connection)
 
 
 def charge(catalog: Catalog, id: str, nbytes: int) -> None:
@@ -158,27 +164,29 @@ def charge(catalog: Catalog, id: str, nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """What was done about a bad shard."""
+    """The result of giving up a damaged shard."""
 
     action: str
     source: str | None = None
-    """The source whose draws were opened."""
+    """Id of the source whose draws were opened."""
     draws: int = 0
 
 
 def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: Id, why: str) -> GivenUp:
-    """Retire a bad shard and open its draws again, so that the next pull fetches exactly those."""
+    """Retire a damaged shard and open its draws again, so that the next pull fetches exactly those."""
     with catalog.write() as connection:
         row = connection.execute("SELECT * FROM shards WHERE id = ? AND state = 'ready'", (id,)).fetchone()
         if row is None:
-            return GivenUp("it is leaving already")
+            return GivenUp("it was evicted already")
         event(connection, time.time(), "corrupt", id, why)
         retire(connection, [id], reason="corrupt", policy="verify")
         count, source = 0, source_row(connection, row["source"] or "")
         if source is not None:
             count = reopen(connection, source, row["pass_number"], row["part"], json.loads(row["draws"]))
+            # The records in the shards still count these draws as done. Without this one, a rebuild
+            # of a lost catalog would forget that they are open.
             write_source_record(connection, layout, source.id)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)
-    done = "removed" if id in trash else "it leaves when its readers end"
-    return GivenUp(f"{done}, {count} draws are open again", None if source is None else source.id, count)
+    done = "removed" if id in trash else "it is deleted when its readers end"
+    return GivenUp(f"{done}, {count} draws must be repeated", None if source is None else source.id, count)

@@ -1,7 +1,7 @@
 """The tables of the catalog.
 
-A catalog of another schema is refused, never changed: before the first release this file is edited, and caches made
-before are pulled again.
+A catalog with another schema is refused, never changed. Before the first release this file is edited, and caches that
+were made before must be pulled again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "create", "difference"]
 
+# Stored in the header of the SQLite file; it tells a catalog from any other SQLite file, and from
+# catalogs of pre-releases, which have 0.
 APPLICATION_ID = 1667326824
 SCHEMA_VERSION = 1
 
@@ -63,7 +65,8 @@ _TABLES = (
         min_epochs INTEGER NOT NULL, keep_own INTEGER NOT NULL CHECK (keep_own IN (0, 1)), created REAL NOT NULL
     ) STRICT, WITHOUT ROWID
     """,
-    # No id comes again: whoever draws a part that was released must not commit by the claim of another.
+    # AUTOINCREMENT, so that no id is ever used again: a worker whose part was released, and came back,
+    # must not commit by the claim of another worker.
     """
     CREATE TABLE claims (
         id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE,
@@ -118,12 +121,15 @@ _OURS = {
     **{(words[1].lower(), words[2]): sql for sql in _STATEMENTS for words in (sql.split(maxsplit=3),)},
     ("table", "sqlite_sequence"): "CREATE TABLE sqlite_sequence(name,seq)",
 }
-"""What SQLite keeps of these statements: kind and name -> text."""
+"""The text that SQLite keeps of these statements, by kind and name."""
 
 
 def create(connection: Connection, settings: Mapping[str, int]) -> None:
-    """Make the tables, all or nothing, unless another process made them first; ``settings`` are the columns of the
-    table ``cache`` that the caller decides."""
+    """Make the tables, all or nothing, unless another process made them first.
+
+    ``settings`` are the columns of the table ``cache`` that the caller decides.
+    """
+    # Two processes may make the same cache. The second waits here, and then finds the version set.
     connection.execute("BEGIN IMMEDIATE")
     try:
         if not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -145,22 +151,29 @@ def create(connection: Connection, settings: Mapping[str, int]) -> None:
             names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
             connection.execute(f"INSERT INTO cache ({names}) VALUES ({marks})", row)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            # Set last: a version other than 0 tells other processes that all tables exist.
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")
     except BaseException:
+        # SQLite rolls back by itself when the disk is full, and a second ROLLBACK would be an
+        # error.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
 
 
 def difference(connection: Connection) -> str | None:
-    """In what the tables differ from those that cachetool makes; None when they are the same. A view in place of a
-    table may have rows without end, and a table without checks any value."""
+    """Return how the tables differ from those that cachetool makes, or None when they are the same."""
+    # LIMIT 100, because a foreign file may have any number of tables; cachetool makes fewer than
+    # 20.
     found = {
         (row[0], row[1]): row[2]
         for row in connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100")
     }
-    for (kind, name), sql in sorted(found.items(), reverse=True):  # views first
+    # The text of each statement is compared, because a view in place of a table may have rows
+    # without end, and a table without checks may hold any value. Views come first, so that the
+    # message names them.
+    for (kind, name), sql in sorted(found.items(), reverse=True):
         if _OURS.get((kind, name)) != sql:
             return f"has a {kind} {ascii(name)[:80]}, which cachetool never makes"
     lacking = sorted(name for _, name in _OURS.keys() - found.keys())

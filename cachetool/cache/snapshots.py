@@ -1,8 +1,8 @@
-"""What one epoch trains on: the shards visible at one version, leased until they are let go.
+"""Snapshots: the shards visible at one version, leased until they are released. One epoch trains on one snapshot.
 
-A shard is visible at version v when it was committed at or before v and not yet retiring at v. A lease is one row
-(holder, version): nothing that is visible at a leased version is deleted. It ends with :meth:`Snapshot.release`, or
-with its process, whichever is first.
+A shard is visible at version v when it was committed at or before v and is not yet retiring at v. A lease is one row
+(holder, version): no shard that is visible at a leased version is deleted. The lease ends with :meth:`Snapshot.release`
+or with its process, whichever comes first.
 """
 
 from __future__ import annotations
@@ -34,41 +34,52 @@ __all__ = ["Shard", "Snapshot", "take", "visible"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One committed shard."""
+    """One committed shard.
+
+    Example:
+        for shard in cache.shards("default"):
+            print(shard.id, shard.samples, shard.data)
+    """
 
     folder: Path
-    """Where the folders of all shards are: a snapshot of twenty thousand makes one path, not as many."""
+    """The folder that has the folders of all shards; one path for a snapshot of many shards."""
     schema: Schema
+    """The fields of its samples."""
     id: Id
+    """Id of the shard."""
     dataset: str
+    """Name of its dataset."""
     format: str
+    """Its format."""
     samples: int
+    """Number of its samples."""
     bytes: int
-    """On disk, as charged against the cap."""
+    """Bytes on disk that count against the cap."""
     payload: int
-    """Bytes of the values."""
+    """Bytes of its values."""
     since: int
-    """The version that made it visible."""
+    """The version of the catalog that made the shard visible."""
     state: str
     """``ready`` or ``retiring``."""
     created: float
-    """Seconds since 1970."""
+    """Time of the commit in seconds since 1970."""
     epochs: int
-    """How many epochs it served."""
+    """Number of epochs that read the shard."""
     content: str
-    """Content digest."""
+    """Digest of its values."""
     digest: str
-    """File digest."""
+    """Digest of its files."""
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The folder of the shard."""
         return self.folder / self.id
 
     @property
     def data(self) -> Path:
-        """Its data file, or for Zarr its data folder."""
+        """The data file of the shard; for Zarr the data folder."""
         path = self.path
+        # The extension is the format's own, and the cache does not know the formats.
         for entry in os.scandir(path):
             if entry.name.startswith("data."):
                 return path / entry.name
@@ -76,16 +87,19 @@ class Shard:
 
 
 _COLUMNS = "id, dataset, format, samples, bytes, payload, since, state, created, epochs, content, digest"
-"""Of a row, in the order of the fields of :class:`Shard`."""
+"""Columns of a row, in the order of the fields of :class:`Shard`."""
 _NAMES = _COLUMNS.split(", ")
 
 
 def visible(
     connection: Connection, layout: Layout, dataset: str | None, version: int | None, *, retiring: bool = False
 ) -> list[Shard]:
-    """Shards visible at ``version`` (None: now) of one dataset or all, oldest first; ``retiring``: and those that are
-    visible to older versions alone."""
+    """Return the shards visible at ``version`` (None: now) of one dataset or of all, oldest first.
+
+    With ``retiring`` the result also has shards that only older versions see.
+    """
     schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
+    # Parsed once for each dataset: thousands of shards share one schema object.
     parsed = {name: schema_of(text) for name, text in schemas.items()}
     rows = _rows(connection, dataset, version, retiring=retiring)
     return [Shard(layout.shards, parsed[row["dataset"]], Id(row["id"]), *row[1:]) for row in rows]
@@ -107,22 +121,33 @@ def _rows(connection: Connection, dataset: str | None, version: int | None, *, r
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """A lease as :func:`take` wrote it, and what the catalog said then."""
+    """A lease as :func:`take` wrote it, and the numbers of the catalog at that moment."""
 
     id: int
     version: int
     newest: int
-    """The version of the cache at that moment."""
+    """The version of the catalog at that moment."""
     stamp: int | None
-    """With the version, what tells its shards from those of any other; None where nothing does."""
+    """Together with the version, it identifies the set of shards; None where nothing does."""
     seen: int | None
-    """The newest version that a snapshot had contained before; None where this one shows nothing beyond it."""
+    """The newest version that a snapshot had contained before; None if this snapshot shows nothing beyond it."""
     in_parts: bool
-    """True when this cache draws some of the parts of a source of the dataset, and other caches the others."""
+    """True when this cache draws some parts of a source of the dataset, and other caches draw the others."""
 
 
 class Snapshot:
-    """A leased version of one dataset; a context manager. In a forked child it can be read but not released."""
+    """The leased shards of one dataset at one version; a context manager. A forked child may read but not release it.
+
+    Attributes:
+        version: The version of the catalog that is leased.
+        newest: The version of the catalog when the lease was taken; larger than ``version`` where the newest shards
+            were left for the next snapshot.
+        dataset: Name of the dataset.
+        schema: The fields of its samples.
+        in_parts: True if other caches draw other parts of a source of this dataset.
+        is_unchanged: True if the caller had the shards already, by ``known``.
+        stamp: Together with the version, identifies the shards; None where nothing does.
+    """
 
     def __init__(
         self, catalog: Catalog, layout: Layout, holder: Holder, lease: _Lease, *, dataset: str, schema: Schema,
@@ -130,15 +155,16 @@ class Snapshot:
     ) -> None:  # fmt: skip
         self.version = lease.version
         self.newest = lease.newest
-        """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
+        """The version of the cache when the snapshot was taken. It is above :attr:`version` when the newest shards were
+        left for the next snapshot."""
         self.dataset = dataset
         self.schema = schema
         self.in_parts = lease.in_parts
         """True when other caches draw other parts of a source of its dataset."""
         self.is_unchanged = rows is None
-        """Whether its taker had its shards already: then they are looked up when they are asked for."""
+        """True if the taker had the shards already. They are then read from the catalog when they are asked for."""
         self.stamp = lease.stamp
-        """With the version, what tells its shards from those of any other snapshot; None where nothing does."""
+        """Together with the version, it identifies the set of shards; None where nothing does."""
         if rows is not None:
             self._rows = rows
         self._lease: int | None = lease.id
@@ -153,26 +179,34 @@ class Snapshot:
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """Oldest first."""
+        """The shards, the oldest first."""
         return tuple(Shard(self.folder, self.schema, Id(row["id"]), *row[1:]) for row in self._rows)
 
     @property
     def folder(self) -> Path:
-        """Where the folders of its shards are."""
+        """The folder that has the folders of the shards."""
         return self._layout.shards
 
     def columns(self, *names: str) -> Iterator[tuple[Any, ...]]:
-        """Two or more attributes of each shard: epochs of a thousand begin with this, and objects take 6 ms."""
+        """Yield two or more attributes of each shard, without making a :class:`Shard` for each.
+
+        Args:
+            *names: Names of attributes of :class:`Shard`.
+
+        Yields:
+            A tuple of values for each shard.
+        """
+        # Epochs of a thousand shards begin with this call; objects of Shard would take 6 ms.
         return map(operator.itemgetter(*(_NAMES.index(name) for name in names)), self._rows)
 
     @property
     def samples(self) -> int:
-        """Number of samples in all its shards."""
+        """The number of samples in all shards."""
         with self.understood():
             return sum(row["samples"] for row in self._rows)
 
     def understood(self) -> contextlib.AbstractContextManager[None]:
-        """:meth:`Catalog.understood` for what is made of its rows."""
+        """Return a context manager that turns foreign values in the catalog into :class:`CatalogError`."""
         return self._catalog.understood()
 
     def __enter__(self) -> Self:
@@ -182,13 +216,17 @@ class Snapshot:
         self.release()
 
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
-        """Count one epoch for every shard of this snapshot: its last batch was delivered, as the loader tells.
+        """Count one epoch for every shard: the loader calls this method after the last batch.
 
-        ``last``: the lease may end in the same transaction, which saves one; :meth:`release` is called next and does
-        the rest.
+        Args:
+            delivered: Figures of the epoch for the history. Default: none.
+            last: True: the lease may end in the same transaction; call :meth:`release` next. Default: False.
         """
         if last and (lease := self._own_lease()) is not None:
-            with contextlib.suppress(CacheToolError, OSError):  # then one after the other
+            # If the joint transaction fails, the two steps follow one after the other: an epoch
+            # counts even if its lease cannot be ended now.
+            with contextlib.suppress(CacheToolError, OSError):
+                # One transaction instead of two. Each takes 10 to 60 ms on a busy disk.
                 with self._catalog.together():
                     epoch, point = self._count(delivered)
                     trash = self._ended(lease)
@@ -199,8 +237,9 @@ class Snapshot:
         history.write(self._layout, epoch=epoch, point=point)
 
     def _count(self, delivered: Delivered | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Count an epoch in one transaction; gives its row of the history, and a point if that is due."""
+        """Count an epoch in one transaction. Return its row of the history, and a point if one is due."""
         with self._catalog.write() as connection:
+            # Shards that retired since are counted too, because the epoch read them.
             own = "dataset = ? AND state IN ('ready', 'retiring') AND since <= ? AND (until IS NULL OR until > ?)"
             which = self.dataset, self.version, self.version
             sums = connection.execute(
@@ -210,8 +249,10 @@ class Snapshot:
             ).fetchall()
             connection.execute(f"UPDATE shards SET epochs = epochs + 1, used = ? WHERE {own}", (time.time(), *which))
             read = {name: sum(row[name] for row in sums) for name in ("shards", "samples", "bytes", "new")}
-            share = 1.0  # of the snapshot, by samples: which bytes are those of the others nobody counts
+            share = 1.0
             if delivered is not None and delivered.samples is not None and read["samples"]:
+                # Nobody counts the bytes of single samples, so the share by samples stands for the
+                # share by bytes.
                 share = min(1.0, delivered.samples / read["samples"])
                 read |= {name: round(share * read[name]) for name in ("bytes", "new")}
                 read |= {"samples": min(delivered.samples, read["samples"])}
@@ -225,10 +266,13 @@ class Snapshot:
             return epoch, history.due_point(connection, self._layout)
 
     def release(self, *, unread: bool = False) -> None:
-        """Give the lease back; shards that only it kept are deleted now. May be called twice.
+        """End the lease, and delete the shards that only this lease kept. May be called twice.
 
-        If it went ``unread``, what it was the first to contain counts as not shown yet, unless others have it too.
-        On a disk that cannot be written it ends with the process instead: the reader was served all the same.
+        On a disk that cannot be written the lease ends with the process instead.
+
+        Args:
+            unread: True: the snapshot was not read, so its shards do not count as read either, unless others lease
+                them. Default: False.
         """
         lease, trash = self._own_lease(), self._trash if self._own else []
         self._lease, self._trash = None, []
@@ -239,22 +283,26 @@ class Snapshot:
                 delete_trash(self._catalog, self._layout, trash)
 
     def _ended(self, lease: int, *, unread: bool = False) -> list[Id]:
-        """End a lease; gives what is to be deleted then."""
+        """End a lease; return the shards whose files must be deleted."""
         with self._catalog.write() as connection:
             self._end(connection, lease, unread=unread)
             return sweep(connection, self._holder)
 
     @property
     def _own(self) -> bool:
-        """Whether it is this process's to give back: closing the cache takes the leases with it."""
+        """True if this process may end the lease. Closing the cache ends all leases of the process."""
+        # A forked child has a copy of this object. Its release would take the shards away from the
+        # parent, which still reads them.
         return not self._holder.retired and self._holder.pid == os.getpid()
 
     def _own_lease(self) -> int | None:
-        """The lease that is to be given back."""
+        """Return the id of the lease, if this process may end it."""
         return self._lease if self._own else None
 
     def _end(self, connection: Connection, lease: int, *, unread: bool) -> None:
         connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+        # Only while this snapshot is still the newest that anybody took: else the shards were shown
+        # by another one.
         if unread and self._seen is not None:
             connection.execute(
                 "UPDATE cache SET seen = ? WHERE seen = ? AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
@@ -278,20 +326,24 @@ def take(
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
-    Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
-    may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
-    ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
-    shards of a snapshot of the version and stamp ``previous`` is not told them again while that is the present one: a
-    thousand take 2 ms.
+    ``peek`` is for a look without training: a pull evicts nothing because of it, and nothing counts as read.
+    ``sparing`` may lease an older version, so that the next epoch has something new too
+    (:mod:`cachetool.cache.renewal`). ``instead`` is an unread snapshot of this process, which is returned first in the
+    same transaction. ``previous`` are the version and stamp of a snapshot whose shards the caller has. If these are
+    still the present ones, the shards are not read again.
     """
     trash: list[Id] = []
     with catalog.write() as connection:
         holder.register(connection)
+        # Before the new lease, so that shards that only the old snapshot was to show count as
+        # unseen for `top_up`.
         if instead is not None and (former := instead._own_lease()) is not None:
             instead._end(connection, former, unread=True)
             trash = sweep(connection, holder)
         shared = None
         if run is not None:
+            # Ranks of a run must train on the same shards, so a later rank takes the version of the
+            # first, retired shards included.
             shared = connection.execute(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
@@ -301,13 +353,17 @@ def take(
         if shared is not None:
             version = newest = int(shared[0])
         else:
+            # In the transaction that inserts the lease: shards that retire here are not in this
+            # snapshot, and no writer can act in between.
             version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)
         cursor = connection.execute(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
             (holder.id, run, epoch, version, dataset, time.time()),
         )
-        # Of an earlier version some may be gone since.
+        # The stamp belongs to the present version. Of an earlier version some shards may be deleted
+        # since, so nothing identifies its set.
         stamp = int(numbers["stamp"]) if version == present else None
+        # A loader that has these shards is not told them again: a thousand rows take 2 ms.
         rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
         cut = connection.execute("SELECT 1 FROM sources WHERE dataset = ? AND cut > 1 LIMIT 1", (dataset,)).fetchone()
         if not peek:
@@ -322,11 +378,14 @@ def take(
     )
     taken = Snapshot(catalog, layout, holder, lease, dataset=dataset, schema=schema, rows=rows)
     if instead is not None:
+        # Only after the transaction: if it fails, the old lease still exists and must still be
+        # released.
         instead._lease = None
     try:
         with contextlib.suppress(CapacityError):
             delete_trash(catalog, layout, trash)
-    except BaseException:  # nobody else knows of this lease
+    except BaseException:
+        # No other code knows this lease yet, so nobody else could end it.
         taken.release(unread=True)
         raise
     return taken

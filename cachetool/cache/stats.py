@@ -1,15 +1,15 @@
 """Figures of a cache, counted from its catalog in one reading transaction, and the state of its background pulls.
 
-Which process pulls a source in the background: one at a time, decided by a row of the catalog.
+One process at a time pulls a source in the background. A row of the catalog decides which one.
 
 ::
 
-    no row, or its holder is gone   -> whoever asks takes it
-    its holder lives                -> whoever asks waits its turn, and asks again
-    its pull failed                 -> the row keeps the error, for those who wait and for ``stats``
+    no row, or its holder is dead   -> the process that asks takes the row
+    its holder lives                -> the process that asks waits, and asks again
+    its pull failed                 -> the row keeps the error, for processes that wait and for ``stats``
 
-Nothing is written while samples arrive but what is written anyway: how far a pull is follows from its job, its source
-and its shards.
+While samples arrive, nothing is written for this. The progress of a pull follows from its job, its source and its
+shards.
 """
 
 from __future__ import annotations
@@ -45,63 +45,66 @@ __all__ = [
 ]
 
 
-FAILED, PAUSED, STOPPED, ALL_THERE = "failed", "waiting for room", "stopped", "all is in the cache"
+FAILED, PAUSED, STOPPED, ALL_THERE = "failed", "waiting for space", "stopped", "all is in the cache"
 _PAUSE = 2.0
 """Seconds after its last commit from which a pull that wants room counts as paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """How far the background pull of one source is."""
+    """The progress of the background pull of one source."""
 
     source: str
-    """Its id."""
+    """Id of the source."""
     url: str
+    """The source, without user info and query."""
     dataset: str
+    """Name of the dataset."""
     pid: int
     """The process that pulls, or pulled."""
     phase: str
-    """``starting``, ``listing``, ``looking at samples``, ``pulling``, ``waiting for room`` (the cache is full, and all
-    of it is being read or was not read yet), ``all is in the cache`` (there is nothing left to fetch), ``retrying``,
+    """``starting``, ``listing``, ``looking at samples``, ``pulling``, ``waiting for space`` (the cache is full, and
+    every shard is being read or was not read yet), ``all is in the cache`` (nothing is left to fetch), ``retrying``,
     ``failed``, ``stopped``."""
     listed: int
-    """Objects listed so far, in the phase ``listing``."""
+    """Number of objects listed so far, in the phase ``listing``."""
     samples: int
-    """Committed by this pull."""
+    """Number of samples that this pull committed."""
     skipped: int
-    """Draws of this pull that could not be used."""
+    """Number of draws of this pull that could not be used."""
     fetched: int
-    """Bytes over the wire, for all that was ever committed of the source."""
+    """Bytes that came over the network for all committed samples of the source."""
     drawn: int
-    """Units of the present pass that are done."""
+    """Number of units of the present pass that are done."""
     units: int
-    """Units in a pass, of the parts of the source here; 0 until it is listed."""
+    """Number of units in a pass, of the parts of the source in this cache; 0 until the source is listed."""
     pass_number: int
-    """Which pass, from 1."""
+    """Number of the pass, from 1."""
     used: int
-    """Bytes charged against the cap."""
+    """Bytes that count against the cap."""
     max_size: int
+    """The cap in bytes."""
     evicted: int
-    """Shards evicted so far, by whomever."""
+    """Number of shards evicted so far, for any reason."""
     seconds: float
-    """Since it began."""
+    """Seconds since the pull began."""
     error: str | None
-    """Why it failed, or retries."""
+    """Why the pull failed or tries again; otherwise None."""
 
     @property
     def alive(self) -> bool:
-        """Whether somebody pulls."""
+        """True if a process pulls the source."""
         return self.phase not in (FAILED, STOPPED)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def take_over(connection: Connection, source: str, *, url: str, dataset: str, holder: Holder) -> bool:
-    """Become the one that pulls ``source``, unless another living process does; whether that came true.
+    """Become the process that pulls ``source``, unless another living process does. Return True on success.
 
-    Inside a writing transaction, after a recovery: holders in the catalog are alive then.
+    Call this inside a writing transaction after a recovery: all holders in the catalog are alive then.
     """
     holder.register(connection)
     row = connection.execute(
@@ -121,7 +124,7 @@ def take_over(connection: Connection, source: str, *, url: str, dataset: str, ho
 def note(
     connection: Connection, source: str, holder: Holder, phase: str, *, listed: int = 0, error: str | None = None
 ) -> None:
-    """Write down what the pull of this process is at."""
+    """Record the phase of this process's pull."""
     connection.execute(
         "UPDATE background SET phase = ?, listed = ?, error = ?, updated = ? WHERE source = ? AND holder = ?",
         (phase, listed, error, time.time(), source, holder.id),
@@ -129,7 +132,7 @@ def note(
 
 
 def leave(connection: Connection, source: str, holder: Holder, *, error: str | None = None) -> None:
-    """End this process's turn: without a trace, or with the error that ended it."""
+    """End this process's background pull: delete the row, or keep the error that ended the pull."""
     if error is None:
         connection.execute("DELETE FROM background WHERE source = ? AND holder = ?", (source, holder.id))
     else:
@@ -137,7 +140,7 @@ def leave(connection: Connection, source: str, holder: Holder, *, error: str | N
 
 
 def failure_since(connection: Connection, source: str, since: float) -> str | None:
-    """The error of a pull of ``source`` that failed after ``since``."""
+    """Return the error of a pull of ``source`` that failed after ``since`` (seconds since 1970), or None."""
     row = connection.execute(
         "SELECT error FROM background WHERE source = ? AND phase = ? AND updated > ?", (source, FAILED, since)
     ).fetchone()
@@ -145,7 +148,7 @@ def failure_since(connection: Connection, source: str, since: float) -> str | No
 
 
 def pull_state(connection: Connection, layout: Layout, source: str) -> PullState | None:
-    """How far the pull of ``source`` is; None when there was none, or it ended as it should."""
+    """Return the state of the pull of ``source``; None when there was none, or it ended without an error."""
     row = connection.execute("SELECT * FROM background WHERE source = ?", (source,)).fetchone()
     if row is None:
         return None
@@ -155,6 +158,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         "SELECT id, committed, skipped, bytes_wanted FROM jobs WHERE source = ? AND holder = ?", (source, row["holder"])
     ).fetchone()
     phase = row["phase"]
+    # A recovery has deleted the dead holder, but the row still says `pulling`.
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
         phase = STOPPED
     elif job is not None and source_now is not None and _idle(connection, job["id"]):
@@ -186,16 +190,17 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
 
 
 def _idle(connection: Connection, job: str) -> bool:
-    """Whether no worker of a pull has a shard open, and none did a moment ago."""
+    """Return True if no worker of a pull has a shard open now, nor had one a moment ago."""
     row = connection.execute(
         "SELECT count(*) FILTER (WHERE state = 'staging') AS open, max(created) AS last FROM shards WHERE job = ?",
         (job,),
     ).fetchone()
+    # A worker has no shard open for a moment between two shards, so a short gap does not count.
     return not row["open"] and time.time() - (row["last"] or 0) > _PAUSE
 
 
 def pull_states(connection: Connection, layout: Layout, *, dataset: str | None = None) -> list[PullState]:
-    """All background pulls, or those into one dataset, oldest first."""
+    """Return the states of all background pulls, or of those into one dataset, oldest first."""
     rows = connection.execute("SELECT source, dataset FROM background ORDER BY started").fetchall()
     states = (pull_state(connection, layout, row["source"]) for row in rows if dataset in (None, row["dataset"]))
     return [state for state in states if state is not None]
@@ -203,54 +208,63 @@ def pull_states(connection: Connection, layout: Layout, *, dataset: str | None =
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A picture of the cache; bytes are those charged against the cap."""
+    """The figures of a cache at one moment; bytes are those that count against the cap."""
 
     root: str
+    """The cache folder."""
     version: int
+    """The catalog's version."""
     max_size: int
+    """The cap in bytes."""
     used: int
-    """All that is charged: shards, reservations, listings, folders, the catalog's allowance."""
+    """All charged bytes: shards, reservations, listings, folders, the catalog's allowance."""
     reserved: int
-    """Of it, upper bounds of shards being written."""
+    """Upper bounds of the shards being written, part of ``used``."""
     listings: int
+    """Bytes of listings and records of sources."""
     overhead: int
+    """Bytes of the catalog, the history, folders and small files."""
     charged: dict[str, int]
-    """What is charged, row by row: the fields of :class:`cachetool.cache.usage.Usage`, whose sum is ``used``."""
+    """Charged bytes by kind: the fields of :class:`cachetool.cache.usage.Usage`, whose sum is ``used``."""
     free_disk: int
-    """Free bytes of the disk the cache is on."""
+    """Free bytes on the disk of the cache."""
     min_free: int
-    """Of them, how many pulls leave free."""
+    """Bytes of the disk that pulls leave free."""
     shards: int
+    """Number of ready and retiring shards."""
     samples: int
+    """Number of their samples."""
     shard_bytes: int
-    """Ready and retiring shards: those that ``ls`` lists."""
+    """Bytes of the ready and retiring shards, which ``ls`` lists."""
     retiring: int
-    """Of them, shards that are in no new snapshot and go when their readers end."""
+    """Number of those shards that are in no new snapshot, and are deleted when their readers end."""
     retiring_bytes: int
+    """Bytes of these retiring shards."""
     gone: int
-    """Of them, shards of which the folder is missing: somebody deleted it."""
+    """Number of ready and retiring shards whose folder is missing, because somebody deleted it."""
     datasets: list[dict[str, Any]]
-    """name, schema, formats (shards, samples, bytes, and retiring, retiring_bytes of each), shards, samples, bytes,
-    payload, epochs (how many the shards served: fewest, most)."""
+    """One row a dataset: name, schema, formats (shards, samples, bytes, retiring, retiring_bytes of each), shards,
+    samples, bytes, payload, epochs (that the shards served: fewest, most)."""
     sources: list[dict[str, Any]]
-    """url, dataset, units (in a pass, of the parts here), samples, drawn, skipped, fetched, served, reuse (served over
-    fetched), coverage (share of the pass), pass (from 1), seed, listing (its digest), cut (into how many parts), parts
-    (those here)."""
+    """One row a source: url, dataset, units (in a pass, of the parts here), samples, drawn, skipped, fetched, served,
+    reuse (served over fetched), coverage (share of the pass), pass (from 1), seed, listing (its digest), cut (number of
+    parts), parts (those here)."""
     pulls: list[dict[str, Any]]
-    """Background pulls at work or failed: the fields of :class:`cachetool.cache.stats.PullState`."""
+    """Background pulls that run or failed: the fields of :class:`cachetool.cache.stats.PullState`."""
     holders: list[dict[str, Any]]
-    """Living processes that use the cache, this one apart: pid, host, what, started."""
+    """Living processes that use the cache, without this one: pid, host, what, started."""
     leases: list[dict[str, Any]]
+    """One row a lease: pid, what, run, epoch, version, dataset, taken."""
     missing: list[dict[str, Any]]
     """Draws whose samples were damaged and which the next pull fetches again: the fields of
     :class:`cachetool.cache.draws.Reopened`."""
     evicted: int
-    """Shards evicted so far."""
+    """Number of shards evicted so far."""
     evictions: list[dict[str, Any]]
-    """The same by dataset, reason and policy: dataset, reason (room, renewal, evict, corrupt), policy, shards, samples,
-    bytes."""
+    """Evictions by dataset, reason and policy: dataset, reason (room, renewal, evict, moved, corrupt), policy, shards,
+    samples, bytes."""
     fetched: int
-    """Bytes that came over the wire for what was committed."""
+    """Bytes that came over the network for committed samples."""
     served: int
     """Bytes of values delivered to epochs."""
     reuse: float | None
@@ -258,10 +272,10 @@ class Stats:
     errors: list[dict[str, Any]]
     """The newest 5 errors of pulls and damaged shards: at, kind (error, corrupt), subject, text."""
     events: list[dict[str, Any]]
-    """The newest 20."""
+    """The newest 20 events: at, kind, subject, text."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -271,8 +285,11 @@ _COUNTED = ("shards", "samples", "bytes", "retiring", "retiring_bytes")
 
 
 def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
-    """Count everything; or of one dataset its shards, sources, pulls, leases, evictions and events, while what is
-    charged, the disk and the holders are those of the cache."""
+    """Count everything in the cache, or one dataset.
+
+    For one dataset, the shards, sources, pulls, leases, evictions and events are its own. The charged bytes, the disk
+    and the holders are those of the cache.
+    """
     with catalog.read() as connection:
         usage = measure(connection, layout)
         numbers = connection.execute("SELECT * FROM cache").fetchone()
@@ -297,6 +314,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         fetched = sum(entry["fetched"] for entry in sources)
         of_dataset = "SELECT coalesce(sum(served), 0) FROM datasets WHERE name = ?"
         served = numbers["served"] if dataset is None else connection.execute(of_dataset, (dataset,)).fetchone()[0]
+        # A dead process stays in the tables until the next recovery; its rows are not shown.
         gone = dead_holders(connection, layout.holders)
         return Stats(
             root=str(layout.root),
@@ -346,11 +364,13 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
 
 
 def _gone(connection: Connection, layout: Layout, dataset: str | None) -> int:
-    """How many shards have no folder. While this transaction reads nobody commits, and what is ready or retiring is
-    deleted only after a commit: none of them is on its way out."""
+    """Return the number of shards that have no folder."""
     rows = connection.execute(
         f"SELECT id FROM shards WHERE state IN ('ready', 'retiring') AND {_OF_DATASET}", {"dataset": dataset}
     )
+    # One listing of the folder instead of one look per shard. No shard can be half deleted here:
+    # during this transaction no process commits, and a ready or retiring shard is deleted only
+    # after a commit.
     there: set[str] = set()
     with contextlib.suppress(FileNotFoundError), os.scandir(layout.shards) as entries:
         there.update(entry.name for entry in entries)
@@ -400,8 +420,9 @@ def _source(connection: Connection, source: SourceRow, fetched: int, served: int
 
 
 def newest_pass(row: Mapping[str, Any]) -> tuple[int, float, int]:
-    """Of a source of :attr:`Stats.sources` what to show people: units drawn, coverage, and of which pass; as long as a
-    pass has drawn nothing, of the one before, which is whole."""
+    """Return the units drawn, the coverage and the pass number to show people for a row of :attr:`Stats.sources`."""
+    # A pass that has drawn nothing yet would show a coverage of 0, so the complete pass before it
+    # is shown.
     if row["pass"] > 1 and not row["drawn"]:
         return row["units"], 1.0, row["pass"] - 1
     return row["drawn"], row["coverage"], row["pass"]

@@ -1,7 +1,7 @@
-"""What is charged against the cap, at this instant.
+"""The bytes that are charged against the cap at this moment.
 
-``used = shards in every state + listings + folders and small files + catalog allowance``. A shard in state ``staging``
-is charged its whole reservation, one in state ``trash`` until its files are gone.
+``used = shards in every state + listings + folders and small files + catalog allowance``. A shard in the state
+``staging`` is charged its complete reservation, and one in the state ``trash`` until its files are deleted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["WORDS", "Usage", "charge_anew", "is_copied", "least_overhead", "meas
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes charged by kind."""
+    """The bytes that count against the cap, by kind."""
 
     ready: int
-    """Shards that new snapshots have."""
+    """Shards that new snapshots contain."""
     retiring: int
-    """Shards that go when their readers end."""
+    """Shards that are deleted when their readers end."""
     trash: int
     """Shards whose files are being deleted."""
     reserved: int
@@ -33,7 +33,7 @@ class Usage:
     listings: int
     """Listings and records of sources."""
     catalog: int
-    """The catalog and its journal, as large as they may grow."""
+    """The catalog and its journal, at the size to which they may grow."""
     history: int
     """The history, and a new one beside it."""
     files: int
@@ -41,44 +41,44 @@ class Usage:
 
     @property
     def shards(self) -> int:
-        """Shards on the disk."""
+        """Bytes of shards on the disk."""
         return self.ready + self.retiring + self.trash
 
     @property
     def overhead(self) -> int:
-        """What is charged for a cache without shards and sources."""
+        """Bytes that count for a cache without shards and sources."""
         return self.catalog + self.history + self.files
 
     @property
     def total(self) -> int:
-        """All of it: what must stay at or below the cap."""
+        """The sum of all kinds, which never exceeds the cap."""
         return self.shards + self.reserved + self.listings + self.overhead
 
     def rows(self) -> dict[str, int]:
-        """The total, row by row."""
+        """Return the bytes by the name of each kind."""
         return asdict(self)
 
 
 WORDS = {
     "ready": "shards",
-    "retiring": "shards that go when their readers end",
+    "retiring": "evicted shards that are still read",
     "trash": "shards being deleted",
     "reserved": "reserved for shards being written",
     "listings": "listings and records of sources",
-    "catalog": "catalog, as large as it may grow",
-    "history": "history, and a new one beside it",
+    "catalog": "catalog, at its largest size",
+    "history": "history, and space to replace it",
     "files": "folders, lock files of holders, small files",
 }
 """The rows of :meth:`Usage.rows` in words."""
 
 
 def least_overhead(layout: Layout) -> int:
-    """What is charged for a new cache before any shard and source."""
+    """Return the bytes charged for a new cache before any shard and source."""
     return layout.fixed_bytes() + layout.history_bytes + allowance(FIRST_PAGES, layout.disk_block)
 
 
 def measure(connection: Connection, layout: Layout) -> Usage:
-    """Usage as the catalog and the folders have it now; exact inside a transaction."""
+    """Return the present usage by the catalog and the folders. It is exact inside a transaction."""
     by_state = dict(connection.execute("SELECT state, sum(bytes) FROM shards GROUP BY state").fetchall())
     listings = connection.execute("SELECT coalesce(sum(bytes), 0) FROM sources").fetchone()[0]
     pages = connection.execute("SELECT pages FROM cache").fetchone()[0]
@@ -88,6 +88,8 @@ def measure(connection: Connection, layout: Layout) -> Usage:
         trash=int(by_state.get("trash", 0)),
         reserved=int(by_state.get("staging", 0)),
         listings=int(listings),
+        # By the limit and not by the file's size, because a journal of the same size appears during
+        # a transaction, and neither may pass the cap.
         catalog=allowance(int(pages), layout.disk_block),
         history=layout.history_bytes,
         files=layout.fixed_bytes(),
@@ -95,14 +97,17 @@ def measure(connection: Connection, layout: Layout) -> Usage:
 
 
 def is_copied(catalog: Catalog, layout: Layout) -> bool:
-    """Whether what is charged was measured on a file system with other blocks: the same files take other room here."""
+    """Return True if the charges were measured on a file system with another block size."""
+    # The same files take other bytes on other blocks, so the charges of a copied cache may be too
+    # low.
     return catalog.number("disk_block") != layout.disk_block
 
 
 def charge_anew(connection: Connection, layout: Layout) -> None:
-    """Charge every committed shard and listing what it takes on the disk where the cache lies now."""
+    """Charge every committed shard and listing the bytes that it takes on the cache's present disk."""
     for row in connection.execute("SELECT id FROM shards WHERE state IN ('ready', 'retiring')").fetchall():
-        with contextlib.suppress(OSError):  # `verify` tells of a shard that is missing
+        # A missing shard keeps its old charge; `verify` reports it.
+        with contextlib.suppress(OSError):
             nbytes = tree_bytes(layout.shards / row["id"])
             connection.execute("UPDATE shards SET bytes = ? WHERE id = ?", (nbytes, row["id"]))
     sources = "SELECT s.id, d.schema FROM sources s JOIN datasets d ON d.name = s.dataset"

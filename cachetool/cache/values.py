@@ -1,9 +1,9 @@
 """The values that cachetool writes into the tables of a catalog, and a search for any other value.
 
-SQLite itself refuses values of other types, NULL and unknown states (:mod:`cachetool.cache.schema`), but not numbers
-out of range and JSON of another form, and a file may be written by other means. The rows are searched after an error in
-reading them (:meth:`cachetool.cache.catalog.Catalog.foreign`) and by ``verify``. Epochs do not pay for it: twenty
-thousand shards take a second.
+SQLite itself refuses values of other types, NULL and unknown states (:mod:`cachetool.cache.schema`). It does not refuse
+numbers out of range and JSON of another form, and a file may be written by other means. The rows are searched after an
+error in reading them (:meth:`cachetool.cache.catalog.Catalog.foreign`) and by ``verify``. Epochs do not search, because
+twenty thousand shards take a second.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ __all__ = ["ForeignValue", "check_row", "fits", "foreign_value", "schema_of"]
 
 _MOST = 2**62
 _SUMMED = ("samples", "payload", "bytes")
-_MOST_OF_SHARD = 2**50  # of each: the sums stay numbers of 64 bits
-_LATEST = 250_000_000_000.0  # seconds since 1970: the year 9892
+# Bound on each of these columns of one shard, so that sums over thousands of shards stay within 64
+# bits; SQLite ends a larger sum with "integer overflow".
+_MOST_OF_SHARD = 2**50
+# Seconds since 1970: the year 9892.
+_LATEST = 250_000_000_000.0
 _SIGNED = {"seed", "epoch", "pid", "wanted"}
 _MOST_TEXT = 2**20
 
@@ -38,6 +41,7 @@ def _draws(text: str) -> bool:
 
 
 def _numbers(text: str) -> bool:
+    # `type(number) is int` below, because True and False are integers for `isinstance`.
     value = json.loads(text)
     return isinstance(value, list) and all(type(number) is int and 0 <= number <= _MOST for number in value)
 
@@ -65,11 +69,14 @@ _JSON: Mapping[str, Callable[[str], bool]] = {
 
 
 def fits(column: str, value: object) -> bool:
-    """Return True if cachetool may have written ``value`` into a record under the name of a column. The caller checks
-    the contents of lists and dicts."""
+    """Return True if cachetool may have written ``value`` into a record under the name of a column.
+
+    The caller checks the contents of lists and dicts.
+    """
     if isinstance(value, str):
         try:
-            value.encode()  # half of a surrogate is no text to SQLite
+            # JSON may hold half of a surrogate pair, which is no text to SQLite.
+            value.encode()
         except UnicodeEncodeError:
             return False
         return len(value) <= _MOST_TEXT and _fits(column, "TEXT", value)
@@ -80,7 +87,7 @@ def fits(column: str, value: object) -> bool:
 
 
 class ForeignValue(CatalogError):
-    """A value in the catalog that cachetool never writes; whoever has the catalog open says what to do about it."""
+    """A value in the catalog that cachetool never writes. The code that has the catalog open adds the advice."""
 
     def __init__(self, table: str, column: str, value: object, why: str = "") -> None:
         super().__init__(f"its table {table!r} has {column!r} {shown(value)}{why}, which cachetool never writes")
@@ -94,7 +101,7 @@ def check_row(table: str, row: Row) -> None:
 
 
 def schema_of(text: str) -> Schema:
-    """The schema of a dataset's row. Raises :class:`ForeignValue` where it is none."""
+    """Return the schema in a dataset's row. Raises :class:`ForeignValue` if the text is no schema."""
     try:
         return Schema.from_json(json.loads(text))
     except (CacheToolError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -102,7 +109,7 @@ def schema_of(text: str) -> Schema:
 
 
 def _fits(column: str, kind: str, value: object) -> bool:
-    """Whether cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
+    """Return True if cachetool may have written ``value`` into a column declared as ``kind``. None always fits."""
     if value is None:
         return True
     if kind == "TEXT":
@@ -117,7 +124,9 @@ def _fits(column: str, kind: str, value: object) -> bool:
 
 
 def foreign_value(connection: Connection) -> str | None:
-    """The first value that cachetool never writes: "its table TABLE has COLUMN VALUE"; None where there is none."""
+    """Return the first value that cachetool never writes, as "its table TABLE has COLUMN VALUE", or None."""
+    # First, because a damaged page can raise any error in the loops below. `quick_check` also finds
+    # values of a wrong type in STRICT tables.
     check = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if check != "ok":
         return str(check)
@@ -129,6 +138,7 @@ def foreign_value(connection: Connection) -> str | None:
                 large = table == "shards" and column in _SUMMED and (value or 0) > _MOST_OF_SHARD
                 if large or not _fits(column, kind, value):
                     return f"its table {shown(table)} has {shown(column)} {shown(value)}"
+    # The table has no foreign key for it, and a shard of an unknown dataset has no schema.
     query = "SELECT dataset FROM shards WHERE state <> 'trash' AND dataset NOT IN (SELECT name FROM datasets) LIMIT 1"
     if (row := connection.execute(query).fetchone()) is not None:
         return f"its table 'shards' has 'dataset' {shown(row[0])}"

@@ -1,6 +1,6 @@
-"""One shard under the magnifying glass: every byte compared with what was written, its row with what it says.
+"""The check of one shard: every byte is compared with what was written, and its row with ``shard.json``.
 
-A shard is read once, in pieces, so memory does not grow with it. Nothing is changed here.
+A shard is read once, in pieces, so memory does not grow with its size. Nothing is changed here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ __all__ = ["Fault", "bad_files", "faults_of"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one shard, or with what the catalog says of it."""
+    """A fault of one shard, or of its row in the catalog."""
 
     kind: Literal["gone", "data", "row", "charge"]
-    """``gone``: the folder or its ``shard.json`` is, so nothing was read; ``row``, ``charge``: the shard is whole, and
-    the catalog wrong."""
+    """``gone``: the folder or its ``shard.json`` is missing, so nothing was read. ``data``: the shard is damaged.
+    ``row``, ``charge``: the shard is sound, and its row or its number of bytes in the catalog is wrong."""
     what: str
     file: str | None = None
 
 
 def faults_of(folder: Path, row: Row, package: PackageReader, *, every_byte: bool) -> list[Fault]:
-    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``every_byte`` reads all of it, and
-    every record of a TFRecord file by ``package``, too."""
+    """Return the faults of the shard in ``folder``, whose row in the catalog is ``row``.
+
+    ``every_byte`` reads all of its bytes, and with ``package`` also every record of a TFRecord file.
+    """
+    # A link in the place of a shard is planted or a mistake. Following it would read files outside of the cache.
     if folder.is_symlink():
         return [Fault("data", str(refused_link(folder)))]
     try:
@@ -49,28 +52,33 @@ def faults_of(folder: Path, row: Row, package: PackageReader, *, every_byte: boo
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        if limit_error(error) is not None:  # says nothing of the file
+        # The machine lacks memory or descriptors, which says nothing about the shard: it must not be given up for that.
+        if limit_error(error) is not None:
             raise
         return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
     real = tree_bytes(folder)
-    miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
-    # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
+    # ntfs-3g shrinks the sizes of folders by itself, so up to one block less than charged is allowed.
+    miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK
+    # If the bytes on disk differ from the charge, the shard is read completely in any case, to find out if its data
+    # differs.
     faults = bad_files(folder, value) if every_byte or miscounted else []
+    # Only if the bytes are as written: a fault above would be reported a second time, in the package's words.
     if every_byte and not faults and value["format"] == "tfrecord":
         faults = _unreadable(folder, value, package)
     if not faults and miscounted:
-        faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
+        faults.append(Fault("charge", f"{real} bytes on disk, but {row['bytes']} are charged in the catalog"))
     if wrong := mend.row_differs(row, value):
         faults.append(Fault("row", f"{', '.join(wrong)} in the catalog differ from {SHARD_FILE}", SHARD_FILE))
     return faults
 
 
 def bad_files(folder: Path, value: Record) -> list[Fault]:
-    """Read every byte of a shard and compare it with what was written."""
+    """Read every byte of a shard and compare it with the digests in ``shard.json``."""
     wanted: dict[str, str] = value["files"]
     try:
         digests = file_digests(folder)
-    except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
+    except PermissionError:
+        # A missing right says nothing about the bytes: the shard must not be pulled again for that.
         raise
     except (OSError, CorruptError) as error:
         if limit_error(error) is not None:
@@ -78,13 +86,15 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
         return [Fault("data", str(error))]
     missing = [Fault("data", "it is missing", name) for name in wanted if name not in digests]
     more = [
-        Fault("data", "it was not there when the shard was committed", name) for name in digests if name not in wanted
+        Fault("data", "it did not exist when the shard was committed", name) for name in digests if name not in wanted
     ]
     other = [
         Fault("data", "its bytes are not those that were written", name)
         for name, digest in wanted.items()
         if digests.get(name, digest) != digest
     ]
+    # The checksums are compared only if all files are as written: otherwise they belong to a file that is already
+    # named.
     return missing + more + other or _bad_checksums(folder, value)
 
 
@@ -99,7 +109,7 @@ def _unreadable(folder: Path, value: Record, package: PackageReader) -> list[Fau
 
 
 def _bad_checksums(folder: Path, value: Record) -> list[Fault]:
-    """The checksums beside the data must be those of the samples that the shard was committed with."""
+    """Return a fault if the checksums beside the data are not those of the committed samples."""
     name = EXTENTS_FILE if EXTENTS_FILE in value["files"] else CHECKSUMS_FILE
     schema = Schema.from_json(value["schema"])
     try:

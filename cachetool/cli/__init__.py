@@ -1,1 +1,2 @@
-"""The command line: one page a command, each of them choosing what to call and how to print it, nothing else."""
+"""The command line, one module for each command. A command decides what to call and how to print the result, nothing
+else."""

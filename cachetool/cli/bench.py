@@ -1,4 +1,4 @@
-"""``cachetool bench``: the numbers of this machine, and what to change."""
+"""``cachetool bench``: the speed of this machine, and what to change."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ __all__ = ["bench"]
 def bench(
     data: Annotated[
         str | None,
-        typer.Argument(metavar="DATA", help="A file or folder to take samples of. Default: the cache; else made up."),
+        typer.Argument(
+            metavar="DATA", help="A file or folder whose samples are measured. Default: the cache, or made-up samples."
+        ),
     ] = None,
     cache: CacheOption = None,
     dataset: DatasetOption = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Measure the disk of this folder. Default: that of the cache."),
+        typer.Option("--dir", metavar="DIR", help="Measure the disk of this folder. Default: the disk of the cache."),
     ] = None,
     workers: Workers = 2,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="N", min=0.01, help="How long each rate is measured, at least.")
+        float, typer.Option("--seconds", metavar="N", min=0.01, help="Measure each rate for at least N seconds.")
     ] = 1.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure how fast training can be fed here, and what slows it.
+    """Measure how fast this machine feeds samples, and what limits it.
 
-    Up to 128 MB of your samples are written in each format, to be deleted again, and read from memory and from the
-    disk. It takes about a minute; nothing else should run meanwhile.
+    The command writes up to 128 MB of your samples in each format, reads them from memory and from the disk, and
+    deletes them again. It takes about a minute. Run nothing else at the same time.
 
     \b
     Examples:
@@ -61,8 +63,8 @@ def bench(
             out.note(f"{what}: {how}: {number:,} {unit}")
         said.update(message)
 
-    # A process of its own, as a training script is one, with its environment: what this one has loaded and does is not
-    # measured.
+    # A process of its own with the user's environment, like a training script. So the modules and threads of this
+    # process do not change the figures.
     LocalEngine(quiet=True, env=os.environ).run([Task("cachetool.bench.measure:run", options)], hear)
     if as_json:
         names = ("what", "how", "number", "unit")
@@ -70,17 +72,21 @@ def bench(
         out.document({**document, "rows": [dict(zip(names, row, strict=True)) for row in rows]})
         return
     out.line(said["note"])
-    out.table(["what", "how", ">rate", "unit"], [(what, how, f"{number:,}", unit) for what, how, number, unit in rows])
+    out.table(
+        ["measured", "how", ">rate", "unit"], [(what, how, f"{number:,}", unit) for what, how, number, unit in rows]
+    )
     out.line()
     out.line(said["advice"])
 
 
 def _place(data: str | None, cache: str | None, folder: Path | None) -> tuple[str | None, Path]:
-    """The cache to take samples of, None for none; and the folder whose disk is measured."""
+    """Return the cache to take samples from (None: no cache), and the folder whose disk is measured."""
     from cachetool.cache.layout import root_of
 
     root = root_of(cache)
-    there = os.path.isfile(root / "cachetool.json")  # where it may not be looked at there is none for us
+    # isfile is False where this user may not look: for him there is no cache.
+    there = os.path.isfile(root / "cachetool.json")
     if folder is None and there:
+        # Not the cache itself: files of the measurement in it would count against its cap.
         folder = root.parent
     return (str(root) if data is None and (there or cache is not None) else None), folder or Path.cwd()

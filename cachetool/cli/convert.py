@@ -23,15 +23,19 @@ _SourceArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="INPUT",
-        help="What to write as plain files, with --out: a file, a folder or a URL. Default: the cache's samples.",
+        help="With --out: the file, folder or URL to write as plain files. Default: the samples of the cache.",
     ),
 ]
 _MaxSizeOption = Annotated[
     str | None,
-    typer.Option("--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."),
+    typer.Option(
+        "--max-size",
+        metavar="SIZE",
+        help="New cap of the cache, kept for later runs. Default: the cap does not change.",
+    ),
 ]
 _DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show the samples and fields of INPUT, and what of it is left out.")
+    bool, typer.Option("--dry-run", help="Only show the samples and fields of INPUT, and the files that are left out.")
 ]
 
 
@@ -49,11 +53,14 @@ def convert(
 ) -> None:
     """Write the same samples in another format, bit for bit.
 
-    Without INPUT the cache's shards are replaced one by one (with --shard-size: cut, or merged with their neighbours),
-    inside the cap, while readers go on. With --out the result is plain files (part-00000.h5, ...) that other tools
-    open, of the cache's samples or of INPUT; to have the samples of INPUT in a cache: cachetool pull INPUT --all. With
-    --on ray each node converts its own cache, in place or with --out DIR/{node}; the files of INPUT are written by all
-    nodes into an --out that all of them see.
+    Without INPUT and --out, new shards replace the cache's shards one by one. The cache stays inside its cap, and
+    training can continue. With --shard-size, shards are cut or merged with their neighbours.
+
+    With --out, the samples of the cache or of INPUT are written as plain files (part-00000.h5, ...) that other tools
+    open. To get the samples of INPUT into a cache, use: cachetool pull INPUT --all
+
+    With --on ray, each node converts its own cache, in place or into --out DIR/{node}. All nodes together write the
+    files of INPUT into an --out folder that all of them see.
 
     \b
     Examples:
@@ -61,25 +68,25 @@ def convert(
       cachetool convert volumes.h5 --to lmdb --out ./volumes-lmdb --verify
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
+    # Imported here and not above, so that `cachetool convert --help` loads neither NumPy nor a format.
     from cachetool.api import open_cache, runs_on_cluster
     from cachetool.cli import nodes
     from cachetool.conversion import run
 
     output = Output(as_json=as_json, quiet=quiet)
     if source is None and dry_run:
-        raise UsageError("--dry-run shows what of an INPUT would be read; name one")
+        raise UsageError("--dry-run needs an INPUT: name the file, folder or URL to look at")
     if source is None:
+        # Before a cache is opened: a wrong line must change nothing.
         options.refuse_input()
     if source is None and options.out is not None and max_size is not None:
-        raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
+        raise UsageError("--max-size cannot be used with --out, which stores nothing in a cache; leave --max-size out")
     on_cluster = runs_on_cluster(on, cache, address=address)
     if source is not None and (cache is not None or max_size is not None):
         if options.out is None and not dry_run:
             raise nodes.needs_out(source, cache, address) if on_cluster else run.needs_out(source, cache)
         name = "--max-size" if cache is None else "--cache"
-        raise UsageError(
-            f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
-        )
+        raise UsageError(f"{name} is for a cache, but INPUT with --out becomes plain files; leave one of the two out")
     if dry_run:
         assert source is not None
         _show_preview(output, source, options)
@@ -100,9 +107,10 @@ def convert(
 
 
 def _print(output: Output, result: ConvertResult) -> None:
-    """The result, as text or as JSON, after a note on what was left out."""
+    """Print the result as text or JSON, after a note about samples that were left out."""
     from cachetool.sources.readers import NOT_ASKED
 
+    # Fields that the user himself excluded are no news.
     skipped = [skip for skip in result.skipped if skip[1] != NOT_ASKED]
     notes_on_source(output, result.notes, skipped, result.left_out_counts, more="--dry-run lists them")
     if output.as_json:
@@ -117,7 +125,7 @@ def _print(output: Output, result: ConvertResult) -> None:
 
 
 def _show_preview(output: Output, source: str, options: ConvertCall) -> None:
-    """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
+    """Print what ``--dry-run`` shows: samples and fields of an input, and the objects that would be left out."""
     from cachetool.conversion.run import preview
 
     with output.progress() as report:
@@ -131,6 +139,7 @@ def _show_preview(output: Output, source: str, options: ConvertCall) -> None:
     output.table(["field", "type"], summary.schema.items())
     if summary.skipped:
         output.table(["left out", "why"], summary.skipped)
+    # Reasons with names are in the table above; the rest are only counted.
     reasons = {why for _, why in summary.skipped}
     unnamed = {why: number for why, number in summary.left_out_counts.items() if why not in reasons}
     notes_on_source(output, (), (), unnamed, more="")

@@ -1,8 +1,8 @@
-"""``cachetool demo``: the whole tool on a small made-up data set, each step through the very command it shows.
+"""``cachetool demo``: all commands on a small made-up data set.
 
-The steps run as processes of their own, exactly as typed, so what the demo prints is what a user gets. Only the
-training epochs run here: they read each shard of a snapshot whole, while a ``cachetool pull`` in the background makes
-the cache grow.
+Each step runs as a process of its own, exactly as it is printed, so demo and commands cannot differ. Only the training
+epochs run in this process. They read each shard of a snapshot whole, while a ``cachetool pull`` in the background fills
+the cache.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def demo(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Try everything on made-up data, in some seconds.
+    """Try cachetool on made-up data, in some seconds.
 
-    Pull, convert, evict, stats, and three epochs of training while the cache grows. It touches nothing but its own
-    folder, which it deletes again unless you name one.
+    The demo pulls, converts and evicts samples, shows statistics, and trains for three epochs while the cache grows. It
+    writes into one temporary folder only, which it deletes at the end. With --dir it uses that new folder and keeps it.
 
     \b
     Examples:
@@ -63,13 +63,14 @@ def demo(
     if as_json:
         out.document(document)
     elif folder is None:
-        out.line("The folder of this demo is deleted again; 'cachetool demo --dir ./demo' keeps it to play with.")
+        out.line("The folder of this demo was deleted. To keep it, run: cachetool demo --dir ./demo")
     else:
-        out.line(f"Everything is in {folder}; go there and type the commands yourself.")
+        out.line(f"All files are in {folder}; run the commands there yourself.")
 
 
 @contextmanager
 def _workplace(folder: Path | None) -> Iterator[Path]:
+    """Yield the folder of the demo: a temporary one, or the new folder that the user named."""
     if folder is None:
         with scratch(Path(tempfile.gettempdir()), "cachetool-demo-") as temporary_folder:
             yield temporary_folder
@@ -77,15 +78,16 @@ def _workplace(folder: Path | None) -> Iterator[Path]:
     try:
         make_missing(folder.parent)
         make_folder(folder)
+    # An existing folder is refused, because the demo would mix its files with the user's.
     except FileExistsError as error:
-        raise UsageError(f"{str(folder)!r} is there already; --dir wants the name of a new folder") from error
+        raise UsageError(f"{str(folder)!r} exists already; --dir needs the name of a new folder") from error
     except OSError as error:
-        raise UsageError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from error
+        raise UsageError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
     yield folder
 
 
 class _Demo:
-    """One run of the demo in ``place``, which holds ``remote/`` (stands for a bucket) and ``cache/``."""
+    """One run of the demo in ``place``, which has ``remote/`` (in the role of a bucket) and ``cache/``."""
 
     def __init__(self, out: Output, place: Path) -> None:
         self._out = out
@@ -93,7 +95,7 @@ class _Demo:
         self._steps: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """All steps in order; gives the document of ``--json``."""
+        """Run all steps in order. Return the document of ``--json``."""
         began = time.monotonic()
         size = _make_remote(self._place / "remote")
         self._say(
@@ -103,9 +105,9 @@ class _Demo:
         )
         self._say("1. Pull: draw 120 of them at random, without repeats, and write them as LMDB shards.")
         self._type("pull", "remote", "--samples", "120", "--seed", "7", "--max-size", CAP)
-        self._say("2. Convert: the same samples as HDF5, replaced shard by shard inside the cap.")
+        self._say("2. Convert: write the same samples as HDF5, one shard after another, inside the cap.")
         self._type("convert", "--to", "hdf5")
-        self._say("3. Evict: the oldest shards go until the cache takes at most 5 MB.")
+        self._say("3. Evict: delete the oldest shards until the cache takes at most 5 MB.")
         self._type("evict", "--max-size", "5MB")
         self._say(
             "4. Train for three epochs. Each epoch reads one snapshot of the cache; a pull in the background adds new",
@@ -124,9 +126,10 @@ class _Demo:
                 self._out.line(text)
 
     def _command(self, args: Sequence[str]) -> tuple[list[str], str]:
-        """What to run, and what a user would type for it."""
+        """Return the command to run, and the words that a user would type for it."""
         shown = ["cachetool", *args, "--cache", "cache"]
         extra = (["--json"] if self._out.as_json else []) + (["--quiet"] if self._out.quiet else [])
+        # This interpreter, because the program `cachetool` may be missing in PATH, or another version.
         return [sys.executable, "-m", *shown, *extra], shlex.join(shown)
 
     def _type(self, *args: str) -> None:
@@ -141,15 +144,17 @@ class _Demo:
 
     @contextmanager
     def _typed_beside(self, *args: str) -> Iterator[None]:
-        """Run a command in the background for the length of the block, and wait for its end."""
+        """Run a command in the background during the block, and wait for its end."""
         command, shown = self._command(args)
         if not self._out.as_json:
             self._out.line(f"$ {shown} &")
         process = subprocess.Popen(command, cwd=self._place, stdout=subprocess.PIPE, text=True)
         try:
             yield
+            # Reading while waiting: a child that fills the pipe would otherwise wait for ever.
             stdout, _ = process.communicate()
         finally:
+            # The block failed or was interrupted. The pull must not run on after the demo.
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -159,7 +164,7 @@ class _Demo:
         self._finish(shown, process.returncode, stdout)
 
     def _finish(self, shown: str, returncode: int, stdout: str | None) -> None:
-        """Keep the document that a command printed; raise the error it ended with."""
+        """Keep the document that a command printed. Raise the error with which it ended."""
         document = json.loads(stdout) if self._out.as_json and stdout else None
         self._steps.append({"command": shown, "result": document})
         if returncode != 0:
@@ -173,6 +178,7 @@ class _Demo:
         epochs = []
         with open_cache(self._place / "cache", create=False) as cache:
             for number in range(1, EPOCHS + 1):
+                # The last epoch has no pull beside it: the printed statistics must not change under it.
                 grows = number < EPOCHS
                 pull = ("pull", "remote", "--samples", str(PULLED_PER_EPOCH), "--seed", "7")
                 with self._typed_beside(*pull) if grows else nullcontext():
@@ -183,10 +189,11 @@ class _Demo:
 
 
 def _make_remote(folder: Path) -> int:
-    """Write the made-up data set; the same bytes every time. Gives their number."""
+    """Write the made-up data set, the same bytes in every run. Return their number."""
     import numpy as np
 
     make_folder(folder)
+    # A fixed seed, so that every run prints the same numbers.
     rng = np.random.default_rng(0)
     total = 0
     for number in range(SAMPLES):
@@ -201,7 +208,10 @@ def _make_remote(folder: Path) -> int:
 
 
 def _epoch(cache: Cache, number: int) -> dict[str, Any]:
-    """Read every sample of one snapshot, as a training epoch would; the "model" rounds a volume's mean brightness."""
+    """Read every sample of one snapshot, as a training epoch does.
+
+    The "model" predicts a label by rounding a volume's mean brightness.
+    """
     import numpy as np
 
     from cachetool.formats import get_format
@@ -216,6 +226,7 @@ def _epoch(cache: Cache, number: int) -> dict[str, Any]:
             right += int((np.rint(brightness) == np.asarray(block.columns["label"])).sum())
             samples += block.samples
             nbytes += block.nbytes
+        # Counts the epoch: eviction with --min-epochs and the statistics know by this what was read.
         snapshot.served()
         return {
             "epoch": number,
@@ -230,5 +241,5 @@ def _epoch(cache: Cache, number: int) -> dict[str, Any]:
 def _describe(epoch: dict[str, Any]) -> str:
     return (
         f"epoch {epoch['epoch']}: {count(epoch['samples'], 'sample')} from {count(epoch['shards'], 'shard')},"
-        f" {format_size(epoch['bytes'])} read; the label fits the volume in {epoch['right']}"
+        f" {format_size(epoch['bytes'])} read; {epoch['right']} labels predicted correctly"
     )

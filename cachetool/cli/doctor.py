@@ -1,4 +1,4 @@
-"""``cachetool doctor``: is this place fit for a cache, and is the cache there well."""
+"""``cachetool doctor``: a check of the cache's disk, locks, catalog and readers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["doctor"]
 
 
 def doctor(cache: CacheOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """Look at the cache's disk, locks, catalog and readers.
+    """Check the cache's disk, locks, catalog and readers.
 
-    Changes nothing. Exit code 6 when something must be done before the cache can be relied on; the data itself is
-    checked by cachetool verify.
+    The command changes nothing. Exit code 6 means that a problem must be solved before you can rely on the cache. To
+    check the samples themselves, use: cachetool verify
 
     \b
     Examples:
       cachetool doctor
       cachetool doctor --cache /data/cache --json
     """
+    # Imported here, so that `cachetool doctor --help` does not load the catalog.
     from cachetool.check.doctor import examine
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -30,6 +31,6 @@ def doctor(cache: CacheOption = None, as_json: JsonOption = False, quiet: QuietO
     if as_json:
         out.document({"findings": [finding.as_dict() for finding in findings], "well": not bad})
     else:
-        out.table(["what", "state", "found"], [(f.what, f.state, f.text) for f in findings])
+        out.table(["check", "state", "result"], [(f.what, f.state, f.text) for f in findings])
     if bad:
         raise typer.Exit(CatalogError.exit_code)

@@ -1,4 +1,4 @@
-"""``cachetool evict``: make the cache smaller, oldest shards first."""
+"""``cachetool evict``: make the cache smaller."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["evict"]
 def evict(
     max_size: Annotated[
         str,
-        typer.Option("--max-size", metavar="SIZE", help="Evict until the cache takes at most this; its cap stays."),
+        typer.Option("--max-size", metavar="SIZE", help="Evict until the cache takes at most SIZE; the cap stays."),
     ],
     policy: Policy = "oldest",
     dataset: DatasetOption = None,
     min_epochs: MinEpochs = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go and how much it frees.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which shards would be evicted.")] = False,
     wait: RoomWait = "0s",
     cache: CacheOption = None,
     on: On = "local",
@@ -36,16 +36,18 @@ def evict(
 ) -> None:
     """Evict shards until the cache takes at most --max-size.
 
-    Shards that a training run still reads are left out of its next epoch and go when it is done with them; the command
-    then ends with exit code 4 and says who holds them. Converted samples, which no source can bring back, are never
-    evicted. --dry-run ends with the exit code that the eviction would end with now. With --on ray the cache of each
-    node is made that small.
+    Shards that a training run still reads are not in its next epoch, and are deleted when its readers end. If the cache
+    is still too large then, the command ends with exit code 4 and names the readers. --dry-run changes nothing and ends
+    with the exit code that the eviction would have now.
+
+    With --on ray, the command shrinks the cache of each node to --max-size.
 
     \b
     Examples:
       cachetool evict --max-size 20GB
       cachetool evict --max-size 20GB --policy most-used --dry-run
     """
+    # Imported here, so that `cachetool evict --help` does not load the catalog.
     from cachetool.api import open_cache, runs_on_cluster
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -73,6 +75,8 @@ def evict(
                 wait=parse_duration(wait),
             )
         except CapacityError as error:
+            # Shards were evicted before the command failed. The user must learn of them; as JSON they are in the
+            # error's document.
             if error.done and not as_json:
                 out.line(error.done)
             raise
@@ -80,14 +84,16 @@ def evict(
         out.document(removal.as_dict())
     else:
         _print(out, removal, dry_run=dry_run)
+    # The result is printed first: it is valid although the size was not reached.
     if removal.unreached:
         raise typer.Exit(fail("CapacityError", removal.unreached, CapacityError.exit_code, as_json=False))
 
 
 def _print(out: Output, removal: Removal, *, dry_run: bool) -> None:
+    """Print the result as text: a table of the plan for ``--dry-run``, then one line."""
     if dry_run:
         out.table(
-            ["shard", "dataset", ">samples", ">bytes", "why this one"],
+            ["shard", "dataset", ">samples", ">bytes", "reason"],
             [(v.id, v.dataset, v.samples, format_size(v.bytes), v.reason) for v in removal.plan],
         )
         shards = count(len(removal.plan), "shard")
@@ -102,6 +108,6 @@ def _print(out: Output, removal: Removal, *, dry_run: bool) -> None:
     )
     if removal.retiring_shards:
         retiring = f"{count(removal.retiring_shards, 'shard')}, {format_size(removal.retiring_bytes)}"
-        out.line(f"{retiring}, {'would go' if dry_run else 'go'} when their readers end:")
+        out.line(f"{retiring}, {'would be' if dry_run else 'are'} deleted when their readers end:")
         for reader in removal.blocked:
             out.line(f"  {reader}")

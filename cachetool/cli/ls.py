@@ -19,13 +19,14 @@ def ls(
 ) -> None:
     """List the shards of the cache, oldest first.
 
-    Those in the state "retiring" are in no new epoch, and go when their readers end.
+    A shard in the state "retiring" is not used by new epochs. Its files are deleted when its last reader ends.
 
     \b
     Examples:
       cachetool ls
       cachetool ls --dataset volumes --json
     """
+    # Imported here, so that `cachetool ls --help` does not load NumPy and the catalog.
     from cachetool.api import open_cache
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -59,6 +60,7 @@ def ls(
                 s.state,
                 s.samples,
                 format_size(s.bytes),
+                # A clock that was set back must not show a negative age.
                 format_duration(max(0.0, now - s.created)),
             )
             for s in shards

@@ -1,7 +1,7 @@
-"""What ``--on ray`` does and prints of ``stats``, ``evict``, ``verify`` and ``convert``: a row a node, and the sum.
+"""The ``--on ray`` part of ``stats``, ``evict``, ``verify`` and ``convert``: one row for each node, and their sum.
 
-Each is a part of the page of its command. A node that failed has its error in its row; the command then ends with the
-error of the first one, and its exit code.
+If a node fails, its row has the error. The command then ends with the error of the first such node, and with its exit
+code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cells = Callable[[Mapping[str, Any]], Sequence[object]]
 
 
 def stats(out: Output, cache: str | None, dataset: str | None, address: str | None) -> None:
-    """How full the cache of each node is."""
+    """Print how full the cache of each node is."""
     from cachetool.cache.stats import newest_pass
     from cachetool.cluster.verbs import on_nodes
 
@@ -77,6 +77,8 @@ def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address:
         freed = sum(victim["bytes"] for victim in victims) if planned else row["freed"]
         return shards, samples, format_size(freed), format_size(row["used"]), row["retiring_shards"]
 
+    # Collected before anything is printed, and raised last: a node that did not reach the size must not hide the
+    # results of the others.
     unreached = [(node, result["unreached"]) for node, result in nodes.results.items() if result["unreached"]]
     if out.as_json:
         _end(out, nodes, nodes.as_dict())
@@ -104,7 +106,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
         nodes = on_nodes("verify", cache, arguments, address=address, report=report, notify=out.note)
 
     def cells(row: Mapping[str, Any]) -> Sequence[object]:
-        # The sum has numbers where a node has lists.
+        # The row of the sum has numbers where the row of a node has lists.
         problems, missing = row["problems"], row["missing"]
         if isinstance(problems, list):
             problems, missing = len(problems), sum(loss["draws"] for loss in missing)
@@ -114,12 +116,12 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
     if not out.as_json:
         _table(out, nodes, [">read", ">samples", ">bytes", ">problems", ">missing", "sound"], cells)
         rows = [
-            (node, problem["shard"] or "", problem["file"] or "", problem["what"], problem["action"] or "nothing")
+            (node, problem["shard"] or "", problem["file"] or "", problem["what"], problem["action"] or "none")
             for node, result in nodes.results.items()
             for problem in result["problems"]
         ]
         if rows:
-            out.table(["node", "shard", "file", "what is wrong", "what was done"], rows)
+            out.table(["node", "shard", "file", "problem", "repair"], rows)
     _end(out, nodes, nodes.as_dict() if out.as_json else None)
     if not nodes.total()["sound"]:
         if not out.as_json and not arguments["repair"]:
@@ -130,7 +132,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
 def convert_caches(
     out: Output, cache: str | None, options: ConvertCall, max_size: str | None, address: str | None
 ) -> None:
-    """The samples of each node's cache in another format: there, or as files of the node."""
+    """Convert the samples of each node's cache, in the cache or into files of the node."""
     from cachetool.cluster.verbs import on_nodes
 
     folder = None if options.out is None else str(options.out)
@@ -142,6 +144,7 @@ def convert_caches(
     given = {
         "options": options.to_json(),
         "max_size": max_size,
+        # Absolute here, because the agents on the nodes have another working directory.
         "out": None if folder is None else os.path.abspath(os.path.expanduser(folder)),
     }
     with out.progress() as report:
@@ -157,22 +160,26 @@ def convert_caches(
 
 
 def needs_out(source: str, cache: str | None, address: str | None) -> UsageError:
-    """The error of an input that all nodes see without a folder for its files."""
+    """Return the error of an input that all nodes see, given without a folder for its files."""
     from cachetool.stores import redact
 
     return UsageError(
         "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
-        f"\ninto the caches of the nodes a file is pulled: cachetool pull {shlex.quote(redact(source))} --all"
+        f"\nto fill the caches of the nodes, run: cachetool pull {shlex.quote(redact(source))} --all"
         f" --on ray{address_option(address)}{_cache_option(cache)}"
     )
 
 
 def convert_files(out: Output, source: str, options: ConvertCall, address: str | None) -> ConvertResult:
-    """An input that all nodes see, as plain files in a folder that all see: its parts are written by all nodes."""
+    """Write an input that all nodes see as plain files, into a folder that all nodes see.
+
+    All nodes write parts of it.
+    """
     from cachetool.cluster.engine import connect
     from cachetool.cluster.spread import Spread
     from cachetool.conversion.run import convert
 
+    # On a cluster there is no cache that could take the samples: each node has its own.
     if options.folder is None:
         raise needs_out(source, None, address)
     with connect(address, out.note) as engine, out.progress() as report:
@@ -187,7 +194,7 @@ def _cache_option(cache: str | None) -> str:
 def _table(
     out: Output, nodes: NodeResults, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
 ) -> None:
-    """A row a node and their sum; the last column tells errors, where there are any."""
+    """Print one row for each node and a row with the sum. The last column has the errors, if there are any."""
     failed = nodes.error is not None
     rows: list[list[object]] = []
     for outcome in nodes.outcomes:
@@ -203,7 +210,7 @@ def _table(
 
 
 def _end(out: Output, nodes: NodeResults, value: Mapping[str, Any] | None = None) -> None:
-    """Print the document, if there is one; end with the first error, if there is one."""
+    """Print the document, if there is one, and end with the first error, if there is one."""
     if value is not None:
         out.document(value)
     if (error := nodes.error) is not None:

@@ -1,4 +1,4 @@
-"""What a command prints, and where: results on stdout, talk and progress on stderr, one JSON document with ``--json``.
+"""The output of a command: results on stdout, notes and progress on stderr, one JSON document with ``--json``.
 
 ::
 
@@ -7,10 +7,11 @@
     --json           one JSON document             the same
     --quiet          as without                    errors only
 
-Everything shown may come from a remote key or a foreign file, so what is not printable is escaped: no name can move the
-cursor or change colours. JSON needs no such care, its encoder escapes all of it, half of a surrogate pair as well.
+All shown text may come from a remote key or a foreign file. So characters that are not printable are escaped: no name
+can move the cursor or change colours. JSON needs no such care, because its encoder escapes all of them, half surrogate
+pairs too.
 
-How far a verb has come: bars on a terminal, a plain line every few seconds elsewhere. All of it on stderr.
+Progress is a bar on a terminal and a plain line every few seconds otherwise, always on stderr.
 """
 
 from __future__ import annotations
@@ -53,58 +54,60 @@ __all__ = [
 
 
 PIPE_CLOSED = 141
-"""Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
+"""Exit code when the reader of stdout went away, the code of any program that dies of SIGPIPE."""
 
 
 DESCRIBES = "describes other files"
-"""Why a README.md is left out, as :mod:`cachetool.sources.grouping` says it."""
+"""Reason for leaving out a README.md, in the words of :mod:`cachetool.sources.grouping`."""
 _SHOWN = 3
-"""Names in a line about what was left out."""
+"""Most names in a line about objects that were left out."""
 
 
 class Output:
-    """The two streams of one command, as its ``--json`` and ``--quiet`` want them."""
+    """The two streams of one command, with its ``--json`` and ``--quiet``."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
 
     def note(self, text: str) -> None:
-        """One line of talk on stderr; none with ``--quiet``."""
+        """Print one line on stderr, unless ``--quiet`` is given."""
         if not self.quiet:
             _talk(plain(text))
 
     def line(self, text: str = "") -> None:
-        """One line of the result on stdout."""
+        """Print one line of the result on stdout."""
         _write(plain(text) + "\n")
 
     def document(self, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
-        """The one JSON document of a command, on stdout."""
+        """Print the one JSON document of a command on stdout."""
         _write(json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table on stdout, after a blank line. Columns whose name begins with ``>`` are set flush right."""
+        """Print a table on stdout, after a blank line. Columns whose name begins with ``>`` are right-aligned."""
+        # Imported here: a command without a table starts faster without rich.
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        # A pipe has no width: give each row its full line there, so that nothing is cut for grep and awk.
+        # A pipe has no width. Each row gets its full line there, so that nothing is cut for grep and awk.
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name in columns:
-            # On a narrow terminal words are broken, numbers never.
+            # On a narrow terminal words are broken but numbers never: half of a number looks like another number.
             number = name[0] == ">"
             head = Text(name.removeprefix(">"))
             table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=number)
         for row in rows:
             table.add_row(*(Text(plain(cell)) for cell in row))
-        with _writing(), console.capture() as capture:  # its end flushes the stream
+        # The end of the capture flushes stdout, so it can fail there.
+        with _writing(), console.capture() as capture:
             console.print(table)
         _write("\n" + "\n".join(text.rstrip() for text in capture.get().splitlines()) + "\n")
 
     def progress(self) -> AbstractContextManager[Report]:
-        """While it is entered: something to call with each ``Progress`` of a verb."""
+        """Return a context with the function to call with each ``Progress`` of a command."""
         if self.quiet:
             return nullcontext(silent)
 
@@ -112,26 +115,33 @@ class Output:
 
 
 def fail(kind: str, message: str, exit_code: int, *, as_json: bool) -> int:
-    """Print an error, at most two lines on stderr and with ``as_json`` a document on stdout; gives the exit code."""
+    """Print an error and return ``exit_code``.
+
+    The error has at most two lines on stderr. With ``as_json`` a document on stdout has it too.
+    """
     lines = [plain(text.strip()) for text in message.splitlines() if text.strip()] or [plain(kind)]
-    # A message of more lines keeps all its words: what follows the first line becomes the second.
+    # At most two lines, because scripts and people look for them: all lines behind the first become the second one.
     _talk("\n".join(["error: " + lines[0], *([" ".join(lines[1:])] if lines[1:] else [])]))
     if as_json:
-        with contextlib.suppress(CapacityError):  # where even this cannot be written, stderr and the code say it
+        # If even this cannot be written (a full disk behind stdout), stderr and the exit code report the error.
+        with contextlib.suppress(CapacityError):
             _write(json.dumps({"error": kind, "message": "\n".join(lines), "exit_code": exit_code}, indent=2) + "\n")
     return exit_code
 
 
 def fail_with(error: CacheToolError, *, as_json: bool) -> int:
-    """:func:`fail` with an error of cachetool."""
+    """Print an error of cachetool with :func:`fail` and return its exit code."""
     value = to_json(error)
     return fail(value["error"], value["message"], error.exit_code, as_json=as_json)
 
 
 def left_out(skipped: Iterable[tuple[str, str]], more: str) -> str:
-    """What was not taken although nobody said so, names and reasons, in a line that ends with ``more`` where there are
-    too many; empty for nothing."""
-    # Rows that are lost before single values, and what nobody takes for samples at last.
+    """Return a line with names and reasons of objects that were left out although no option said so.
+
+    With more than three names the line ends with ``more``. Empty if nothing was left out.
+    """
+    # The order of importance: files whose rows are lost first, files that nobody takes for samples last. Only three
+    # names are shown.
     lost = sorted(skipped, key=lambda skip: (not skip[1].startswith("its first dimension"), skip[1] == DESCRIBES))
     if not lost:
         return ""
@@ -142,13 +152,14 @@ def left_out(skipped: Iterable[tuple[str, str]], more: str) -> str:
 def notes_on_source(
     out: Output, notes: Iterable[str], skipped: Iterable[tuple[str, str]], counts: Mapping[str, int], *, more: str
 ) -> None:
-    """Lines about how a source was read: what was decided, what was left out by name, and how much without one."""
+    """Print how a source was read: decisions, names that were left out, and counts of objects without a name."""
     from cachetool.sources.kinds import IN_USE
 
     names = list(skipped)
     named = {why for _, why in names}.union(IN_USE)
     others = {why: number for why, number in counts.items() if why not in named}
-    if sum(others.values()) <= sum(why not in counts for _, why in names):  # each is named, with a reason of its own
+    # Each of them was named with a reason of its own, so a count would report them twice.
+    if sum(others.values()) <= sum(why not in counts for _, why in names):
         others.clear()
     unnamed = [f"{number} {why}" for why, number in others.items()]
     lost = left_out(names, more)
@@ -161,49 +172,56 @@ def notes_on_source(
 
 
 def wants_json(args: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON; found without parsing it, since its error may be that it does not parse."""
+    """Return True if a command line asks for JSON."""
+    # Found without parsing, because the error may be that the line cannot be parsed.
     end = args.index("--") if "--" in args else len(args)
     return "--json" in args[:end]
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to write to: there even when closed, and never failing on a character."""
+    """Make stdout and stderr safe to write to, even when they are closed or cannot encode a character."""
     keep_standard_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # the caller closed the descriptor
+        # Python sets the stream to None if the caller closed the descriptor.
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
         elif hasattr(stream, "reconfigure"):
+            # In the C locale a name with an umlaut would otherwise end the command with UnicodeEncodeError.
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's flush at exit does not fail on a pipe that is closed."""
+    """Point stdout at ``/dev/null``."""
+    # The interpreter flushes stdout at exit. On a closed pipe this would print a second error and change the exit code.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for each number that JSON has no word for."""
+    """Return ``value`` with null for each number that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
+    # NaN is no JSON: many parsers refuse the whole document because of it.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(text: str) -> None:
     with _writing():
         sys.stdout.write(text)
+        # Flushed at once: an error of the pipe or disk must appear here, where it can be reported, and not at exit.
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Around what touches stdout: its failure is said to be that, not a disk of the cache that is full."""
+    """Turn an error of writing to stdout into one that says so, and not into one about the disk of the cache."""
     try:
         yield
     except BrokenPipeError:
         _drop_stdout()
+        # `cachetool ls | head` is no error: nothing is printed.
         raise typer.Exit(PIPE_CLOSED) from None
     except OSError as error:
         _drop_stdout()
@@ -214,14 +232,14 @@ def _talk(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 (this is the one place that prints)
     except OSError:
-        # Nobody reads our talk any more; the work goes on.
+        # The reader of stderr went away. The work continues, because notes and progress are not its result.
         return
 
 
 _LINE_SECONDS = 3.0
-"""At least this long between two lines of one phase."""
+"""Least seconds between two lines of one phase."""
 _BAR = 12
-"""Columns of a bar; a spinner and spaces stand beside it."""
+"""Columns of a bar, without the spinner and spaces beside it."""
 
 _WORDS = {
     "list": "listing",
@@ -232,13 +250,15 @@ _WORDS = {
     "verify": "verifying",
 }
 _LEAST_FIRST = ("flying", "shards", "bytes", "evicted", "retries", "cache", "left", "rate")
-"""Parts of a line, in the order in which they are left out for want of room."""
+"""Parts of a line in the order in which they are left out of a narrow terminal."""
 
 
 def describe(step: Progress, seconds: float, width: int | None = None) -> str:
-    """One line, ``seconds`` after the phase began: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s, 12 s left, 32 in
-    flight, 1 retry, cache 45 %, 2 shards evicted, 3 shards``. What matters least is left out of a line that would be
-    longer than ``width``."""
+    """Return one line about the progress, ``seconds`` after the phase began.
+
+    Example: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s, 12 s left, 32 in flight, 1 retry, cache 45 %, 2 shards
+    evicted, 3 shards``. The least important parts are left out of a line that is longer than ``width`` columns.
+    """
     unit = {"list": " objects", "fetch": ""}.get(step.phase, " samples")
     show = format_size if step.phase == "fetch" else str
     of = "" if step.total is None else f" of {show(step.total)}"
@@ -247,6 +267,7 @@ def describe(step: Progress, seconds: float, width: int | None = None) -> str:
         parts["bytes"] = format_size(step.bytes)
         if seconds >= 1:
             parts["rate"] = f"{format_size(int(step.bytes / seconds))}/s"
+    # Rates of the first second are too uncertain to show.
     if step.done and step.total and seconds >= 1 and step.done < step.total:
         parts["left"] = f"{format_duration(seconds * (step.total - step.done) / step.done)} left"
     if step.flying:
@@ -270,14 +291,14 @@ def describe(step: Progress, seconds: float, width: int | None = None) -> str:
 
 
 class _Phases:
-    """Remembers when the present phase began."""
+    """The present phase and the time when it began."""
 
     def __init__(self) -> None:
         self._phase: str | None = None
         self._began = 0.0
 
     def enter(self, step: Progress) -> bool:
-        """Whether ``step`` begins another phase than the one before."""
+        """Return True if ``step`` begins a new phase."""
         changed = step.phase != self._phase
         if changed:
             self._phase, self._began = step.phase, time.monotonic()
@@ -289,7 +310,7 @@ class _Phases:
 
 
 class Lines(_Phases):
-    """A plain line at most every :data:`_LINE_SECONDS`; a phase shorter than that prints nothing."""
+    """Plain lines of progress, at most one every 3 seconds. A shorter phase prints nothing."""
 
     def __init__(self, write: Callable[[str], None], *, every: float = _LINE_SECONDS) -> None:
         super().__init__()
@@ -312,7 +333,7 @@ class Lines(_Phases):
 
 
 class Bars(_Phases):
-    """One live bar on a terminal for the present phase; gone when the work is done."""
+    """One live bar on a terminal for the present phase. It disappears at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,6 +345,7 @@ class Bars(_Phases):
             progress.BarColumn(bar_width=_BAR),
             progress.TextColumn("{task.description}", markup=False),
             console=Console(file=sys.stderr, highlight=False),
+            # The bar is removed at the end, so only the result stays on the terminal.
             transient=True,
         )
         self._task: TaskID | None = None

@@ -1,4 +1,4 @@
-"""``cachetool pull``: draw samples out of a remote store into the cache."""
+"""``cachetool pull``: draw samples from a remote store into the cache."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["pull"]
 
 _SHOWN_SKIPS = 5
-_AT_ITS_END = "source at its end"
 
 _SourceArgument = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="A folder, a file, or s3://, gs://, az://, https://, sftp://, hf://."),
+    typer.Argument(metavar="SOURCE", help="A folder, a file, or a URL: s3://, gs://, az://, https://, sftp://, hf://."),
 ]
 _MaxSizeOption = Annotated[
     str | None,
     typer.Option(
         "--max-size",
         metavar="SIZE",
-        help="Most that the cache may ever take; kept for later runs. Default of a new one: half of the free disk.",
+        help="Cap: the most space that the cache may take; kept for later runs. Default for a new cache: half of the"
+        " free disk.",
     ),
 ]
 _MinFreeOption = Annotated[
@@ -37,7 +37,7 @@ _MinFreeOption = Annotated[
     typer.Option(
         "--min-free",
         metavar="SIZE",
-        help="Leave at least this much of the disk free; kept for later runs. Default of a new one: 0.",
+        help="Keep at least this much of the disk free; kept for later runs. Default for a new cache: 0.",
     ),
 ]
 
@@ -54,8 +54,8 @@ def pull(
 ) -> None:
     """Draw random samples from SOURCE into the cache.
 
-    Without --samples, --all or --follow it draws until the cache is full or the source at its end. A sample is drawn
-    once before any is drawn again, across all pulls of the same source.
+    Without --samples, --all or --follow, the pull ends when the cache is full or all samples are drawn. No sample is
+    drawn twice before all others were drawn once. This holds across all pulls of the same source.
 
     \b
     Examples:
@@ -65,9 +65,11 @@ def pull(
       cachetool pull 's3://bucket/shards/*.tar' --all
       cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
+    # Imported here, so that `cachetool pull --help` does not load NumPy and the catalog.
     from cachetool.api import open_cache, pull_into
     from cachetool.sources.registry import check_place
 
+    # Before the cache is opened: a mistyped source must not make a new cache.
     check_place(source)
     out = Output(as_json=as_json, quiet=quiet)
     with (
@@ -85,6 +87,9 @@ def pull(
 
 
 def _print(out: Output, result: PullResult) -> None:
+    """Print the result as text."""
+    from cachetool.pull.job import AT_ITS_END
+
     out.line(
         f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"
@@ -92,7 +97,7 @@ def _print(out: Output, result: PullResult) -> None:
     if result.cut > 1:
         out.line(f"parts {','.join(map(str, result.parts))} of {result.cut}, listing {result.listing[:16]}")
     if result.released:
-        out.line(f"released {count(result.released, 'sample')} of other parts")
+        out.line(f"removed {count(result.released, 'sample')} of other parts")
     if result.nodes:
         out.table(
             ["node", ">samples", ">shards", ">bytes", ">evicted", "cache", "state"],
@@ -105,19 +110,19 @@ def _print(out: Output, result: PullResult) -> None:
             ],
         )  # fmt: skip
     if result.added or result.vanished:
-        out.line(f"the source has {count(result.added, 'new sample')}, and {result.vanished} are gone or were changed")
+        out.line(f"the source has {count(result.added, 'new sample')}; {result.vanished} were deleted or changed")
         for name in result.vanished_examples[:_SHOWN_SKIPS]:
-            out.line(f"  gone: {name}")
+            out.line(f"  deleted or changed: {name}")
     if result.evicted_shards:
-        out.line(f"evicted {count(result.evicted_shards, 'older shard')} to make room")
+        out.line(f"evicted {count(result.evicted_shards, 'older shard')} to free space")
     if result.skipped:
         out.line(f"skipped {result.skipped}:")
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:
             out.line(f"  {skip['key']}: {skip['reason']}")
     if result.cut > 1 and not result.samples and result.reason == "done":
-        out.line("nothing was left to draw: of a source in parts --samples counts for all nodes, from the beginning")
-    if result.reason == _AT_ITS_END and not result.samples:
-        refresh = "--refresh looks for what is new, " if result.of_objects else ""
-        out.line(f"stopped: {result.reason}, all was drawn; {refresh}--follow draws again what was evicted")
+        out.line("nothing was left to draw: with --part, --samples counts for all nodes and all earlier pulls together")
+    if result.reason == AT_ITS_END and not result.samples:
+        refresh = "--refresh looks for new samples, " if result.of_objects else ""
+        out.line(f"stopped: {result.reason}, all samples were drawn; {refresh}--follow draws evicted samples again")
     elif result.reason != "done":
         out.line(f"stopped: {result.reason}")

@@ -1,4 +1,4 @@
-"""``cachetool show``: what one shard or one sample holds."""
+"""``cachetool show``: the contents of one shard or one sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(
     shard: Annotated[
         str,
         typer.Argument(
-            metavar="SHARD[:INDEX]", help="A shard's id, or the beginning of it; with :INDEX one of its samples."
+            metavar="SHARD[:INDEX]", help="Id of a shard, or its first characters; with :INDEX, one of its samples."
         ),
     ],
     cache: CacheOption = None,
@@ -39,6 +39,7 @@ def show(
       cachetool show 01jd3
       cachetool show 01jd3:0 --json
     """
+    # Imported here, so that `cachetool show --help` does not load NumPy and the catalog.
     from cachetool.api import find_shard, open_cache, read_sample
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -60,6 +61,8 @@ def show(
 
 
 def _index(text: str) -> int:
+    """Return the number of a sample. Raises :class:`UsageError` for anything else."""
+    # isdigit alone accepts digits of other scripts and superscripts, which int() may refuse.
     if not text.isascii() or not text.isdigit():
         raise UsageError(f"{text!r} is not the number of a sample; write it like SHARD:0")
     return int(text)
@@ -86,28 +89,31 @@ def _show_shard(out: Output, shard: Shard) -> None:
 
 
 def _field_row(field: Field) -> tuple[str, str, str]:
-    return field.name, field.describe(), format_size(field.nbytes) if field.kind == "fixed" else "differs"
+    return field.name, field.describe(), format_size(field.nbytes) if field.kind == "fixed" else "varies"
 
 
 def _json_value(value: Any) -> Any:
-    """Arrays as nested lists, bytes as base64, what is no finite number as text, everything else as it is."""
+    """Return a value for JSON: arrays as nested lists, bytes as base64, numbers that are not finite as text."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode("ascii")}
     if isinstance(value, str):
         return value
     if value.dtype.kind == "c":
         return {"real": _numbers(value.real), "imag": _numbers(value.imag)}
+    # Times are shown as the integers that are stored: JSON has no times, and Python's datetime has no nanoseconds.
     if value.dtype.kind in "mM":
         return value.astype("int64").tolist()
     return _numbers(value) if value.dtype.kind == "f" else value.tolist()
 
 
 def _numbers(value: Any) -> Any:
-    """JSON has no word for these three: text, so that nobody takes one of them for another."""
+    """Return floats for JSON, with text for NaN and the infinities."""
     import numpy as np
 
     if np.isfinite(value).all():
         return value.tolist()
+    # JSON has no word for NaN and the infinities. Text, so that no reader takes one of the three for another, as with
+    # null.
     out = np.asarray(value).astype(object)
     for mask, text in ((np.isnan(value), "NaN"), (np.isposinf(value), "Infinity"), (np.isneginf(value), "-Infinity")):
         out[mask] = text
@@ -115,6 +121,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _abbreviated(field: Field, value: Any) -> str:
+    """Return a short text of a value for the table."""
     if isinstance(value, bytes):
         shown = value[:_SHOWN_BYTES].hex(" ")
         return f"{len(value)} bytes: {shown}{' ...' if len(value) > _SHOWN_BYTES else ''}"

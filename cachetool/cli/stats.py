@@ -1,4 +1,4 @@
-"""``cachetool stats``: how full the cache is, what it holds, who uses it."""
+"""``cachetool stats``: the fill, contents and users of the cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietO
 from cachetool.cli.output import Output, count
 from cachetool.core.errors import UsageError
 from cachetool.core.options import Address, On
+from cachetool.core.text import EVICTED_FOR
 from cachetool.core.units import format_size
 from cachetool.proc.disk import disk_error, parse_location
 from cachetool.proc.folders import replacing, resolved
@@ -28,14 +29,14 @@ __all__ = ["stats"]
 def stats(
     dataset: DatasetOption = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it live until Ctrl-C; a line every 2 s where that is no terminal.")
+        bool, typer.Option("--watch", help="Show it live until Ctrl-C; without a terminal, a line every 2 s.")
     ] = False,
     html: Annotated[
         str | None,
         typer.Option(
             "--html",
             metavar="FILE",
-            help="Write one page with charts instead: fill, pull rate, evictions, shards, sources, epochs.",
+            help="Write a page with charts instead: used space, pull rate, evictions, shards, sources, epochs.",
         ),
     ] = None,
     cache: CacheOption = None,
@@ -44,10 +45,12 @@ def stats(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show how full the cache is, and with what.
+    """Show the size and the contents of the cache.
 
-    For each dataset its shards by format; for each source how much of it was drawn; and who reads the cache now. With
-    --on ray a row for the cache of each node, and their sum.
+    The tables show the shards of each dataset by format, how much of each source was drawn, and the processes that read
+    the cache now.
+
+    With --on ray, there is one row for the cache of each node, and a row with their sum.
 
     \b
     Examples:
@@ -55,11 +58,13 @@ def stats(
       cachetool stats --cache /data/cache --json
       cachetool stats --html report.html
     """
+    # Imported here, so that `cachetool stats --help` does not load the catalog.
     from cachetool.api import open_cache, runs_on_cluster
 
     if watch and (as_json or html is not None):
         raise UsageError(
-            f"--watch goes on for ever, {'--json' if as_json else '--html'} is one answer; give one of them"
+            f"--watch cannot be used with {'--json' if as_json else '--html'}, because it never ends; leave one of them"
+            " out"
         )
     if html is not None and not html.strip():
         raise UsageError("the name of the file to write is empty; name one with --html")
@@ -90,18 +95,22 @@ def stats(
 
 
 def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, Any]:
-    """Write the page, whole or not at all; gives the figures of ``stats``."""
+    """Write the page of ``--html``, complete or not at all. Return the figures of ``stats``."""
     from cachetool.cache.layout import refuse_in_cache
     from cachetool.report.numbers import figures
     from cachetool.report.page import page
 
     target = _plain_file(path)
+    # A file in the cache would not be charged, and `verify` reports it as foreign.
     refuse_in_cache(target, "--html")
     page_figures = figures(cache, dataset)
     try:
+        # A temporary file and a rename: a browser that reloads the page never sees half of it. Not durable, because the
+        # page can be made again.
         with replacing(target, durable=False) as file:
             file.write(page(page_figures).encode())
     except OSError as error:
+        # A full disk is reported as such by the program; everything else is a wrong --html.
         if disk_error(error) is not None:
             raise
         raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
@@ -109,24 +118,28 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
 
 
 def _plain_file(path: Path) -> Path:
-    """The file to replace: where links lead, for the links themselves stay. Raises :class:`UsageError` for what is no
-    file: a FIFO or a device would be gone, and a file in its place."""
+    """Return the file to replace: the target of a link, so that the link itself stays.
+
+    Raises :class:`UsageError` for a device, pipe or socket, which would be replaced by a file.
+    """
     if str(path) == "-":
-        raise UsageError("--html - names no file; the page goes into a file only: name one")
+        raise UsageError("--html - is not the name of a file; the page is written to a file only: name one")
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:  # a new file, or a link to one that is not there yet
+    # A new file, or a link to a file that does not exist yet.
+    except FileNotFoundError:
         pass
     except OSError as error:
         raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
     else:
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it better
+        # A folder is refused later, by the system, in better words.
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise UsageError(f"cannot write --html {str(path)!r}: it is a device, a pipe or a socket; name a file")
     return resolved(path, "--html")
 
 
 def _print(out: Output, figures: dict[str, Any]) -> None:
-    """The tables of ``stats``, from its JSON form."""
+    """Print the tables of ``stats``, from its JSON form."""
     _print_fill(out, figures)
     _print_charged(out, figures["charged"])
     _print_datasets(out, figures["datasets"])
@@ -135,29 +148,29 @@ def _print(out: Output, figures: dict[str, Any]) -> None:
     _print_evictions(out, figures["evictions"])
     if figures["reuse"] is not None and figures["served"]:
         fetched, served = format_size(figures["fetched"]), format_size(figures["served"])
-        out.line(f"{fetched} fetched, {served} served to epochs: each byte {figures['reuse']:.1f} times")
+        out.line(f"{fetched} fetched, {served} served to epochs: each byte was used {figures['reuse']:.1f} times")
     _print_damage(out, figures)
     _print_processes(out, figures["leases"], figures["holders"])
 
 
 def _print_fill(out: Output, figures: dict[str, Any]) -> None:
-    """How full the cache and its disk are."""
+    """Print how full the cache and its disk are."""
     share = 100 * figures["used"] / figures["max_size"] if figures["max_size"] else 0.0
     used, max_size = format_size(figures["used"]), format_size(figures["max_size"])
     out.line(f"cache {os.path.abspath(figures['root'])}")
     out.line(f"{used} of {max_size} used ({share:.0f} %){_reserved(figures)}")
     out.line(f"{count(figures['samples'], 'sample')} in {count(figures['shards'], 'shard')}{_retiring(figures)}")
-    floor = f", {format_size(figures['min_free'])} stay so (--min-free)" if figures["min_free"] else ""
+    floor = f", {format_size(figures['min_free'])} kept free (--min-free)" if figures["min_free"] else ""
     out.line(
         f"{count(figures['evicted'], 'shard')} evicted so far, {format_size(figures['free_disk'])} of disk free{floor}"
     )
 
 
 def _print_charged(out: Output, charged: Mapping[str, int]) -> None:
-    """What the cap is charged with, so that it can be compared with ``du``."""
+    """Print the parts of the used bytes, for a comparison with ``du``."""
     from cachetool.cache.usage import WORDS
 
-    out.table(["charged for", ">bytes"], [(WORDS[name], format_size(size)) for name, size in charged.items() if size])
+    out.table(["space used by", ">bytes"], [(WORDS[name], format_size(size)) for name, size in charged.items() if size])
 
 
 def _print_datasets(out: Output, datasets: Sequence[Mapping[str, Any]]) -> None:
@@ -234,14 +247,21 @@ def _print_evictions(out: Output, evictions: Sequence[Mapping[str, Any]]) -> Non
     out.table(
         ["dataset", "evicted for", "policy", ">shards", ">samples", ">bytes"],
         [
-            (row["dataset"], row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
+            (
+                row["dataset"],
+                EVICTED_FOR.get(row["reason"], row["reason"]),
+                row["policy"],
+                row["shards"],
+                row["samples"],
+                format_size(row["bytes"]),
+            )
             for row in evictions
         ],
     )
 
 
 def _print_damage(out: Output, figures: dict[str, Any]) -> None:
-    """Shards that are gone, draws to be fetched again, and the last error."""
+    """Print missing shards, draws to fetch again, and the last error."""
     from cachetool.cache.layout import cache_option
 
     if figures["gone"]:
@@ -254,7 +274,7 @@ def _print_damage(out: Output, figures: dict[str, Any]) -> None:
 
 
 def _print_processes(out: Output, leases: Sequence[Mapping[str, Any]], holders: Sequence[Mapping[str, Any]]) -> None:
-    """Who reads the cache, and who else has it open."""
+    """Print the processes that read the cache, and the others that have it open."""
     if leases:
         out.table(
             ["reader", "program", "dataset", ">version", "since"],
@@ -269,6 +289,7 @@ def _print_processes(out: Output, leases: Sequence[Mapping[str, Any]], holders: 
                 for row in leases
             ],
         )
+    # A reader has the cache open too; it is named once.
     reading = {row["pid"] for row in leases}
     others = [f"pid {row['pid']} ({row['what']})" for row in holders if row["pid"] not in reading]
     if others:
@@ -283,10 +304,12 @@ def _reserved(figures: dict[str, Any]) -> str:
 
 def _retiring(figures: dict[str, Any]) -> str:
     size = format_size(figures["retiring_bytes"])
-    return f" ({figures['retiring']} of them, {size}, go when their readers end)" if figures["retiring"] else ""
+    return (
+        f" ({figures['retiring']} of them, {size}, are deleted when their readers end)" if figures["retiring"] else ""
+    )
 
 
 def _epochs(served: list[int]) -> str:
-    """How many epochs the shards of a dataset served: ``3``, or ``0-3``."""
+    """Return how many epochs the shards of a dataset served: ``3``, or ``0-3``."""
     least, most = served
     return str(most) if least == most else f"{least}-{most}"

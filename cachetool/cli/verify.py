@@ -1,4 +1,4 @@
-"""``cachetool verify``: is every byte still what was written, and does the catalog agree with the disk."""
+"""``cachetool verify``: a check that every byte is what was written, and that the catalog agrees with the disk."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ __all__ = ["verify"]
 def verify(
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend it: remove what is bad, rebuild a lost catalog, pull again."),
+        typer.Option("--repair", help="Remove damaged shards, rebuild a lost catalog, fetch lost samples again."),
     ] = False,
     max_size: Annotated[
         str | None,
-        typer.Option(
-            "--max-size", metavar="SIZE", help="With --repair: the cap, when no file of the cache tells it any more."
-        ),
+        typer.Option("--max-size", metavar="SIZE", help="With --repair: the cap, if the files that store it are lost."),
     ] = None,
     repull: Annotated[
-        bool, typer.Option("--repull/--no-repull", help="Whether --repair fetches again what had to be removed.")
+        bool, typer.Option("--repull/--no-repull", help="With --repair: fetch the samples of removed shards again.")
     ] = True,
     sample: Annotated[
         str,
-        typer.Option("--sample", metavar="SHARE", help="Read the bytes of this share of the shards only, such as 5%."),
+        typer.Option("--sample", metavar="FRACTION", help="Read only this fraction of the shards, such as 5%."),
     ] = "100%",
     cache: CacheOption = None,
     on: On = "local",
@@ -45,9 +43,12 @@ def verify(
 ) -> None:
     """Check every byte of every shard, and the catalog.
 
-    Exit code 5 when something is wrong and not repaired, or damaged draws are still to be fetched again. With --repair
-    a bad shard is removed and exactly its draws are fetched again (with --no-repull by the next pull). Draws that could
-    not be fetched are tried again by the next --repair or pull. With --on ray the cache of each node.
+    Exit code 5 means that a problem was not repaired, or that damaged draws still have to be fetched again.
+
+    With --repair, damaged shards are removed, and their samples are fetched again. With --no-repull the next pull
+    of that source fetches them. If some cannot be fetched now, the next verify --repair or pull tries again.
+
+    With --on ray, the command checks the cache of each node.
 
     \b
     Examples:
@@ -55,6 +56,7 @@ def verify(
       cachetool verify --sample 5%
       cachetool verify --repair
     """
+    # Imported here, so that `cachetool verify --help` does not load the catalog and formats.
     from cachetool.api import runs_on_cluster
     from cachetool.check.verify import verify as check
 
@@ -74,22 +76,24 @@ def verify(
         _print(out, result)
     if not result.sound:
         if not as_json:
+            # On stderr, and not with --json: a program that reads the document must not find advice in it.
             for hint in _hints(result, cache, repair=repair):
                 out.note(hint)
         raise typer.Exit(CorruptError.exit_code)
 
 
 def _print(out: Output, result: Verified) -> None:
+    """Print the result as text."""
     if result.problems:
         out.table(
-            ["shard", "file", "what is wrong", "what was done"],
-            [(p.shard or "", p.file or "", p.what, p.action or "nothing") for p in result.problems],
+            ["shard", "file", "problem", "repair"],
+            [(p.shard or "", p.file or "", p.what, p.action or "none") for p in result.problems],
         )
     for url, draws in result.reopened.items():
-        out.line(f"{draws} draws of {url} are open again")
+        out.line(f"the removed shards had {count(draws, 'draw')} of {url}")
     if result.repulled:
-        out.line(f"{count(result.repulled, 'sample')} pulled again")
-    for text in (*(f"not of cachetool, left alone: {name}" for name in result.foreign), *result.notes):
+        out.line(f"{count(result.repulled, 'sample')} fetched again")
+    for text in (*(f"not a file of cachetool, left unchanged: {name}" for name in result.foreign), *result.notes):
         out.line(text)
     for missing in result.missing:
         out.line(_missing(missing))
@@ -99,31 +103,34 @@ def _print(out: Output, result: Verified) -> None:
 
 
 def _missing(what: Missing) -> str:
-    line = f"{count(what.draws, 'damaged draw')} of {what.source} will be fetched again by the next pull"
+    """Return the line about damaged draws of one source."""
+    draws = f"{count(what.draws, 'damaged draw')} of {what.source}"
+    line = f"{draws} will be fetched again by the next pull"
     if what.tried == what.draws:
-        line = f"{count(what.draws, 'damaged draw')} of {what.source} gave nothing again; a later pull tries once more"
+        line = f"{draws} were fetched again, but returned no sample; a later pull will try once more"
     if what.failed is not None:
-        return f"{line}, and could not be now: {what.failed}"
+        return f"{line}; fetching failed now: {what.failed}"
     return f"{line}; the last error of that source: {what.last_error}" if what.last_error else line
 
 
 def _verdict(result: Verified) -> str:
+    """Return the summary of the last line."""
     if not result.problems and not result.missing:
-        return "all as it was written"
+        return "no problems"
     wrong = sum(problem.action is None for problem in result.problems)
-    said = [(wrong, f"{count(wrong, 'thing')} wrong")]
+    said = [(wrong, f"{count(wrong, 'problem')} not repaired")]
     mended = len(result.problems) - wrong
-    said.append((mended, f"{count(mended, 'thing')} repaired"))
+    said.append((mended, f"{count(mended, 'problem')} repaired"))
     missing = sum(row.draws for row in result.missing)
     said.append((missing, f"{count(missing, 'draw')} to be fetched again"))
     return ", ".join(text for number, text in said if number)
 
 
 def _hints(result: Verified, cache: str | None, *, repair: bool) -> list[str]:
-    """What to do next."""
+    """Return the commands to run next."""
     from cachetool.cache.layout import cache_option
 
     line = "cachetool verify --repair" + ("" if cache is None else cache_option(Path(cache)))
     if not repair and (result.missing or any(problem.action is None for problem in result.problems)):
         return [f"run: {line}"]
-    return [f"the next pull of that source draws them, and so does: {line}"] if result.missing else []
+    return [f"to fetch them now, run: {line}"] if result.missing else []

@@ -1,6 +1,6 @@
-"""``cachetool stats --watch``: the figures of ``stats``, live on a terminal, a line every few seconds elsewhere.
+"""``cachetool stats --watch``: the figures of ``stats``, live on a terminal, otherwise one line every 2 seconds.
 
-Each look is one reading transaction of the catalog: nothing is written, and nobody waits for it.
+Each look is one reading transaction of the catalog: nothing is written, and no process waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cachetool.cli.output import Output
-from cachetool.core.text import count, plain
+from cachetool.core.text import EVICTED_FOR, count, plain
 from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -27,41 +27,44 @@ __all__ = ["Look", "Rates", "look", "one_line", "rendered", "watch"]
 
 _EVERY = 1.0
 _EVERY_LINE = 2.0
+# Seconds over which rates are measured. Shards are committed whole, so a shorter time would show bursts.
 _WINDOW = 30.0
-"""Seconds over which rates are taken: shards are committed whole, so a shorter time would show bursts."""
 _GAP = 2
 _MOST = 5
-"""Rows of a table."""
+"""Most rows of a table."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 Look = Mapping[str, Any]
-"""The fields of ``Stats``, and ``epochs``: the newest of the history."""
+"""The fields of ``Stats``, and ``epochs``: the newest epochs of the history."""
 
 
 class Rates:
-    """How fast counters grow, from one look to the next."""
+    """The growth of counters between looks."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
         self.history: deque[float] = deque(maxlen=240)
-        """Bytes fetched a second at each look."""
+        """Bytes fetched per second, at each look."""
         self.fetched = self.samples = 0.0
 
     def add(self, figures: Look, now: float) -> None:
-        """Take a look in."""
+        """Add a look, made at the monotonic time ``now``."""
+        # Evicted samples count too: a full cache has a constant number of samples although the pull continues.
         came = figures["samples"] + sum(row["samples"] for row in figures["evictions"])
         self._seen.append((now, figures["fetched"], came))
+        # One look older than the window is kept, so the rate covers the whole window.
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
             self._seen.popleft()
         began, fetched, samples = self._seen[0]
         passed = now - began
+        # Never negative: a catalog that was rebuilt begins its counters again.
         self.fetched = max(0.0, (figures["fetched"] - fetched) / passed) if passed else 0.0
         self.samples = max(0.0, (came - samples) / passed) if passed else 0.0
         self.history.append(self.fetched)
 
 
 def look(cache: CacheDir, dataset: str | None) -> Look:
-    """What there is now."""
+    """Return the present figures."""
     from cachetool.cache.history import history_of
 
     epochs = history_of(cache.layout, dataset=dataset).epochs
@@ -69,9 +72,10 @@ def look(cache: CacheDir, dataset: str | None) -> Look:
 
 
 def watch(cache: CacheDir, dataset: str | None, out: Output) -> None:
-    """Look until Ctrl-C, which is how it ends."""
+    """Print looks until Ctrl-C."""
     rates = Rates()
     try:
+        # A log file or a pipe has no screen to draw on.
         if not sys.stdout.isatty():
             while True:
                 figures = look(cache, dataset)
@@ -82,19 +86,22 @@ def watch(cache: CacheDir, dataset: str | None, out: Output) -> None:
         from rich.live import Live
 
         console = Console(file=sys.stdout, highlight=False)
+        # Without auto_refresh, rich starts no thread of its own. The other screen is left at the end, so the terminal
+        # looks as before.
         with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
             while True:
                 figures = look(cache, dataset)
                 rates.add(figures, time.monotonic())
                 live.update(rendered(figures, rates, console.width), refresh=True)
                 time.sleep(_EVERY)
+    # Ctrl-C is the way to end this command, so it is no error. The last figures stay on the terminal.
     except KeyboardInterrupt:
         if sys.stdout.isatty():
             out.line(one_line(look(cache, dataset), rates))
 
 
 def one_line(figures: Look, rates: Rates) -> str:
-    """A look as one line."""
+    """Return a look as one line."""
     parts = [
         time.strftime("%H:%M:%S"),
         f"{format_size(figures['used'])} of {format_size(figures['max_size'])} used ({_percent(figures):.0f} %)",
@@ -109,7 +116,7 @@ def one_line(figures: Look, rates: Rates) -> str:
 
 
 def rendered(figures: Look, rates: Rates, width: int) -> Group:
-    """A look as tables, ``width`` columns wide."""
+    """Return a look as tables, ``width`` columns wide."""
     from rich.console import Group
     from rich.text import Text
 
@@ -129,13 +136,13 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _head(figures: Look, rates: Rates, width: int) -> list[Text]:
-    """The lines above the tables: the fill, the pull rate, and who has the cache open without reading it."""
+    """Return the lines above the tables: fill, pull rate, and processes that have the cache open without reading it."""
     size = f"{format_size(figures['used'])} of {format_size(figures['max_size'])} ({_percent(figures):.0f} %)"
     bar = max(10, width - len(size) - 12)
     filled = round(bar * min(100.0, _percent(figures)) / 100)
     rate = f"{format_size(int(rates.fetched))}/s, {rates.samples:.1f} samples/s"
     lines = [
-        _text(f"{time.strftime('%H:%M:%S')}  cache {os.path.abspath(figures['root'])}, until Ctrl-C", "bold"),
+        _text(f"{time.strftime('%H:%M:%S')}  cache {os.path.abspath(figures['root'])}, Ctrl-C ends", "bold"),
         _text(f"{'fill':9} {'█' * filled}{'░' * (bar - filled)}  {size}"),
         _text(f"{'pull':9} {_spark(list(rates.history), max(10, width - len(rate) - 12))}  {rate}"),
         _text(
@@ -143,7 +150,7 @@ def _head(figures: Look, rates: Rates, width: int) -> list[Text]:
             f" {figures['retiring']} retiring, {count(figures['evicted'], 'shard')} evicted so far"
         ),
         _text(
-            f"{'room':9} {format_size(figures['reserved'])} reserved for shards being written,"
+            f"{'space':9} {format_size(figures['reserved'])} reserved for shards being written,"
             f" {format_size(figures['free_disk'])} of disk free"
         ),
     ]
@@ -155,7 +162,7 @@ def _head(figures: Look, rates: Rates, width: int) -> list[Text]:
 
 
 def _tables(figures: Look, width: int) -> list[Table | None]:
-    """One table for each kind of row, None for a kind without rows."""
+    """Return one table for each kind of row, None for a kind without rows."""
     return [
         _table(
             width,
@@ -185,7 +192,13 @@ def _tables(figures: Look, width: int) -> list[Table | None]:
             width,
             ["evicted for", "policy", "dataset", ">shards", ">bytes"],
             [
-                (row["reason"], row["policy"], row["dataset"], row["shards"], format_size(row["bytes"]))
+                (
+                    EVICTED_FOR.get(row["reason"], row["reason"]),
+                    row["policy"],
+                    row["dataset"],
+                    row["shards"],
+                    format_size(row["bytes"]),
+                )
                 for row in figures["evictions"]
             ],
         ),
@@ -216,7 +229,8 @@ def _epoch_cells(row: Mapping[str, Any]) -> Sequence[object]:
 
 
 def _table(width: int, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
-    """The first rows, the widest column giving way when there is too little room; None without any."""
+    """Return a table of the first rows, or None without rows. The widest column is cut when the terminal
+    is too narrow."""
     if not rows:
         return None
     from rich.table import Table
@@ -244,7 +258,7 @@ def _table(width: int, columns: Sequence[str], rows: Sequence[Sequence[object]])
 
 
 def _spark(values: Sequence[float], width: int) -> str:
-    """The newest values as blocks of eight heights."""
+    """Return the newest values as blocks of eight heights."""
     newest = values[-width:]
     most = max(newest, default=0.0)
     heights = [0 if not most else max(1, round(8 * value / most)) if value else 0 for value in newest]
@@ -257,7 +271,7 @@ def _percent(figures: Look) -> float:
 
 def _waited(row: Mapping[str, Any]) -> str:
     if row["waited"] is None:
-        return "not told"
+        return "unknown"
     share = f" ({100 * min(1.0, row['waited'] / row['seconds']):.0f} %)" if row["seconds"] else ""
     return f"{row['waits']} x, {format_duration(row['waited'])}{share}"
 

@@ -1,1 +1,1 @@
-"""Runs the verbs on the nodes of a Ray cluster."""
+"""Commands on the nodes of a Ray cluster."""

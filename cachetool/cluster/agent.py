@@ -1,6 +1,6 @@
-"""The Ray actor that runs on a node for a driver elsewhere: child processes, and what they say.
+"""The Ray actor that runs on a node for a driver on another machine: its child processes and their messages.
 
-Made and called by :mod:`cachetool.cluster.engine` alone.
+Only :mod:`cachetool.cluster.engine` makes and calls it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from cachetool.proc.task import Message, Task
 __all__ = ["Agent", "version_here"]
 
 _GATHER = 0.2
-"""Seconds for which an agent gathers what its children say before it passes it on."""
+"""Seconds for which an agent gathers messages of its children before it passes them on. Many small answers would cost
+the driver more."""
 _LISTEN = 60.0
+"""Seconds that :meth:`Agent.hear` waits for a first message."""
 
 
 def version_here() -> str:
-    """Of the package; empty where it is used without being installed."""
+    """Return the version of the package, or an empty string where it is used without being installed."""
     try:
         return version("cachetool")
     except PackageNotFoundError:
@@ -39,14 +41,17 @@ def version_here() -> str:
 
 
 class Agent:
-    """On a node: child processes for the tasks of one driver."""
+    """Child processes on a node, for the tasks of one driver."""
 
     def __init__(self, argv: Sequence[str], wanted: str) -> None:
         self._version = wanted
-        sys.argv[:] = argv  # by which its children are known to the cache: as the program that was started
+        # The cache shows the command line of a process to users. The children then appear as the
+        # program that the user started, and not as a worker of Ray.
+        sys.argv[:] = argv
         self._children: dict[int, Child] = {}
         self._over: set[int] = set()
-        """Tasks that are to end, by number: calls come in several threads, the end at times before the beginning."""
+        """Numbers of tasks that must end. Calls arrive in several threads, and the end of a task may arrive before its
+        beginning."""
         self._said: list[tuple[int, Message]] = []
         self._news = threading.Condition()
         self._place = ""
@@ -54,8 +59,10 @@ class Agent:
 
     def begin(self, number: int, target: str, arguments: Message, name: str) -> None:
         """Start a child for a task on this node, whose name is ``name``."""
+        # Messages and tables may differ between versions. An empty version is a package that is not
+        # installed, which is not compared.
         if (installed := version_here()) != self._version and installed and self._version:
-            text = f"node {name} has cachetool {installed}, the command is of {self._version}"
+            text = f"node {name} has cachetool {installed}, but this command is cachetool {self._version}"
             self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
             return
         try:
@@ -64,42 +71,51 @@ class Agent:
                     raise Interrupted("stopped")
                 child = self._children[number] = Child(Task(target, arguments))
         except Exception as error:  # noqa: BLE001 - the driver would wait for ever
+            # Every error becomes an answer: the driver never asks Ray for the result of this call.
             self._say((number, outcome_of(error)))
             return
         threading.Thread(target=self._attend, args=(number, child), daemon=True).start()
 
     def hear(self) -> list[tuple[int, Message]]:
-        """What the tasks said since the last time, by number; waits some seconds for the first word."""
+        """Return the messages of the tasks since the last call, by number. Waits up to a minute for the first one."""
         with self._news:
             self._news.wait_for(lambda: self._said, _LISTEN)
+        # Outside of the lock: the children's threads add their messages meanwhile.
         time.sleep(_GATHER)
         with self._news:
             said, self._said = self._said, []
         return said
 
     def end(self, number: int) -> None:
-        """Tell a task to give back what it holds and to end."""
+        """Tell a task to return what it holds and to end."""
         with self._news:
             self._over.add(number)
             child = self._children.get(number)
         if child is not None:
             child.process.terminate()
+            # A child that does not end within the grace time is killed; the next recovery in its
+            # cache frees what it held.
             threading.Timer(GRACE, child.process.kill).start()
 
     def place(self) -> str:
-        """A folder for files of the driver, until :meth:`leave`; that of a killed agent goes with the next one."""
-        with self._news:  # calls come in several threads
+        """Return a folder for files of the driver, which exists until :meth:`leave`."""
+        # Calls arrive in several threads, and only one folder may be made. If this agent is killed,
+        # the next `scratch` sweeps the folder.
+        with self._news:
             if not self._place:
                 self._place = str(self._places.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-node-")))
             return self._place
 
     def leave(self) -> None:
-        """Delete that folder: this process is about to be killed."""
+        """Delete that folder. The driver kills this process afterwards."""
+        # Ray kills agents without cleanup, so each pull over nodes left a folder until the driver
+        # said so first.
         with self._news:
             self._places.close()
 
     def write(self, name: str, at: int, piece: Any) -> None:
-        """Put a piece of a file into that folder, from byte ``at`` on."""
+        """Write a piece of a file into that folder, from byte ``at`` on."""
+        # Each part of the name is checked: it comes from a message and becomes a path.
         write_piece(Path(self.place()), [Name(part) for part in name.split("/")], at, memoryview(piece))
 
     def _attend(self, number: int, child: Child) -> None:

@@ -1,4 +1,4 @@
-"""From an address to a Ray that answers, without a word of Ray's own on our output.
+"""Connection from an address to a Ray cluster that answers, without any output of Ray itself.
 
 ::
 
@@ -6,11 +6,11 @@
     auto (default)    $RAY_ADDRESS, else the cluster of this user that runs here, else one that is started here
     local             one that is started here
 
-A cluster runs whatever a driver sends it, and a driver unpickles what a cluster sends: ``auto`` follows only a node
-process of this user or of root. Ray's address file, which lies in a folder that everybody may write to, chooses among
-those and nothing else. What is started here listens on the loopback interface alone, asks for a token that is made for
-it, and has a folder that no other user may look into; it ends with the block. A connection that the program has already
-is used and left as it is.
+A cluster runs whatever a driver sends, and a driver unpickles whatever a cluster sends. So ``auto`` follows only a node
+process of this user or of root. Ray's address file lies in a folder that every user may write to; it only chooses among
+those processes. A cluster that is started here listens on the loopback interface alone, asks for a token of its own,
+and has a folder that no other user may read. It ends with the block. A connection that the program has already is used
+and left as it is.
 """
 
 from __future__ import annotations
@@ -38,29 +38,35 @@ __all__ = ["listens", "opened"]
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tasks without a GPU keep the variables that name it
+    # Ray would otherwise empty the variables that name the GPUs in tasks that ask for no GPU.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _PATIENCE = 5.0
-"""Seconds in which a cluster must take a connection, and then say that it speaks its protocol."""
+"""Seconds in which a cluster must accept a connection, and again in which it must answer in its protocol."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
+"""First bytes of a client of HTTP/2, on which gRPC runs (RFC 9113, section 3.4), followed by an empty SETTINGS
+frame."""
 _DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
-"""Kinds of frames: section 6 of it."""
+"""Kinds of frames (RFC 9113, section 6)."""
 _END = 1
-"""The flag of the last one of an answer."""
+"""Flag of the last frame of an answer."""
 _UNAUTHENTICATED = b"grpc-status\x0216"
-"""In the headers of an answer: only who is known has one."""
+"""Bytes in the headers of an answer of a cluster that answers only to clients with its token."""
 
 
 _LOOPBACK = "127.0.0.1"
 _PRIVATE = "ct-ray-"
-"""How the folder of a cluster begins that a process started for itself. Names of sockets in it have 107 bytes."""
+"""Beginning of the name of the folder of a cluster that a process started for itself. It is short, because names of
+sockets in this folder may have only 107 bytes."""
 
 
 @contextlib.contextmanager
 def opened(address: str | None, notify: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """A connection for the block. ``notify`` hears of a cluster that
-    is not used because another user may have made it. Errors are those of :func:`cachetool.cluster.engine.connect`."""
+    """Connect to a Ray cluster for the block.
+
+    ``notify`` gets a line about a cluster that is not used because another user may have made it. The errors are those
+    of :func:`cachetool.cluster.engine.connect`.
+    """
     place = _place(address)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -70,7 +76,9 @@ def opened(address: str | None, notify: Callable[[str], None] = lambda line: Non
         if error.name != "ray":
             raise
         raise MissingExtra("work on several nodes (--on ray)", "ray") from error
-    if ray.is_initialized():  # by the program that we are a part of
+    # The program of which this process is a part made the connection, so it is also not closed
+    # here.
+    if ray.is_initialized():
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -89,52 +97,57 @@ def opened(address: str | None, notify: Callable[[str], None] = lambda line: Non
 
 
 def _place(address: str | None) -> str | None:
-    """What was asked for: an address, ``local``, or None for whatever runs here. Raises :class:`UsageError`."""
+    """Return the requested address, ``local``, or None for a cluster that runs here. Raises :class:`UsageError`."""
     if address is None or address == "auto":
         address = os.environ.get("RAY_ADDRESS") or None
     if address in (None, "auto", "local"):
         return None if address == "auto" else address
     if address.startswith("ray://"):
         raise UsageError(
-            f"--address {address} is that of Ray Client, which is no node; run this on a node of the cluster, with"
-            " --address auto"
+            f"--address {address} is an address of Ray Client, which cannot be used; run this on a node of the cluster,"
+            " with --address auto"
         )
     host, colon, port = address.rpartition(":")
     if not (host and colon and re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
-        raise UsageError(f"--address is HOST:PORT, auto or local, got {address!r}")
+        raise UsageError(f"--address must be HOST:PORT, auto or local, got {address!r}")
     return address
 
 
 def _running(notify: Callable[[str], None]) -> str:
-    """The address of the cluster of this user that runs on this machine; ``local`` when there is none."""
+    """Return the address of this user's cluster on this machine, or ``local`` when none runs."""
     own, others = _raylets()
     named, trusted = _address_file()
     for address in sorted(own, key=lambda candidate: (candidate != named if trusted else False, candidate)):
-        with contextlib.suppress(Unreachable):  # a node may outlive the cluster that it belongs to
+        # A node process may outlive the cluster that it belongs to, and then the next address is
+        # tried.
+        with contextlib.suppress(Unreachable):
             _greet(address)
             return address
     if unknown := others or ({named} if named is not None and not trusted else set()):
         shown = plain(min(unknown))[:80]
         notify(
-            f"the Ray at {shown} is not used: another user may have made it;"
-            " if you trust it, name it with --address HOST:PORT"
+            f"the Ray cluster at {shown} is not used because another user may have started it;"
+            " if you trust it, choose it with --address HOST:PORT"
         )
     return "local"
 
 
 def _raylets() -> tuple[set[str], set[str]]:
-    """Addresses of the clusters that have a node on this machine: those of node processes that this user or root
-    started, which nobody else can forge, and those of other users."""
+    """Return the addresses of the clusters that have a node on this machine: those of node processes of this user or
+    root, and those of other users."""
     import psutil  # type: ignore[import-untyped]  # Ray brings its own
 
     own: set[str] = set()
     others: set[str] = set()
+    # The kernel's table of processes is the only source that another user cannot forge; a file can
+    # be forged.
     for process in psutil.process_iter(["cmdline", "uids"]):
         words = process.info["cmdline"] or [""]
         if os.path.basename(words[0].split(" ")[0]) != "raylet" or process.info["uids"] is None:
             continue
+        # Another program started this cluster for itself, and the cluster ends with that program.
         if any(word.startswith("--session_dir=") and f"/{_PRIVATE}" in word for word in words):
-            continue  # of another program, with which it ends
+            continue
         uids = {process.info["uids"].real, process.info["uids"].effective}
         addresses = (word.removeprefix("--gcs-address=") for word in words if word.startswith("--gcs-address="))
         (own if uids <= {0, os.geteuid()} else others).update(address for address in addresses if address)
@@ -142,10 +155,12 @@ def _raylets() -> tuple[set[str], set[str]]:
 
 
 def _address_file() -> tuple[str | None, bool]:
-    """The address that ``ray start`` noted for this machine, and whether this user or root wrote it."""
+    """Return the address that ``ray start`` wrote for this machine, and True if this user or root wrote it."""
     from ray._common.utils import get_ray_address_file
 
     try:
+        # The file lies in a folder that every user may write to: no link is followed, and a pipe
+        # must not block (O_NONBLOCK).
         fd = os.open(get_ray_address_file(None), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None, False
@@ -154,6 +169,7 @@ def _address_file() -> tuple[str | None, bool]:
         if not stat.S_ISREG(status.st_mode):
             return None, False
         address = file.read(256).decode("utf-8", "replace").strip()
+    # One name only: a hard link to another file of this user could bring its content here.
     trusted = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1 and not status.st_mode & 0o022
     return address or None, trusted
 
@@ -171,13 +187,16 @@ def _join(address: str) -> None:
 
 @contextlib.contextmanager
 def _started() -> Iterator[None]:
-    """Start a cluster of this machine alone, which no other machine and no other user can reach; its folder and its
-    token go at the end of the block."""
+    """Start a cluster of this machine alone, which no other machine and no other user can reach.
+
+    Its folder and its token are deleted at the end of the block.
+    """
     import ray
     from ray._private import ray_constants
 
     with scratch(Path(tempfile.gettempdir()), _PRIVATE) as folder, _token():
-        asked, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # else it takes no loopback
+        # Otherwise Ray does not accept the loopback address.
+        asked, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
             with _naming("local"):
                 ray.init(
@@ -185,7 +204,9 @@ def _started() -> Iterator[None]:
                     include_dashboard=False,
                     num_cpus=len(os.sched_getaffinity(0)),
                     _node_ip_address=_LOOPBACK,
-                    _temp_dir=str(folder / "ray"),  # Ray lets everybody write to its folder: so not the outer one
+                    # Ray gives every user write access to its folder, so the outer folder, which is
+                    # this user's alone, protects it.
+                    _temp_dir=str(folder / "ray"),
                     **_QUIET,
                 )
         finally:
@@ -195,10 +216,11 @@ def _started() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _token() -> Iterator[None]:
-    """A token of its own for what is started in the block: Ray would keep one for all in the user's home, at times
-    readable to others."""
+    """Set a token for what is started in the block."""
     from ray import _raylet
 
+    # A token of its own: Ray would keep one token for all clusters in the user's home, at times
+    # readable to other users.
     settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -215,14 +237,14 @@ def _token() -> Iterator[None]:
 
 
 def _reload_token(raylet: Any) -> None:
-    """Let Ray look at the environment again."""
+    """Let Ray read the environment again."""
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """What Ray raises as :class:`Unreachable`, in one line."""
+    """Turn errors of Ray into :class:`Unreachable`, in one line."""
     import ray
 
     try:
@@ -233,13 +255,14 @@ def _naming(address: str) -> Iterator[None]:
 
 
 def _greet(address: str) -> None:
-    """Raise :class:`Unreachable` unless something at the address answers as Ray does: Ray itself would wait for a
-    minute, and then write about it."""
+    """Raise :class:`Unreachable` unless the process at the address answers as Ray does."""
     host, _, port = address.rpartition(":")
     try:
+        # Ray itself would wait for a minute, and then write about the failure to our output.
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as line:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return  # that it listens is all that can be seen from outside
+                # With TLS, only the open port can be seen from outside.
+                return
             line.sendall(_GREETING)
             if _knows_clusters(line, time.monotonic() + _PATIENCE):
                 return
@@ -248,18 +271,20 @@ def _greet(address: str) -> None:
         raise Unreachable(
             f"no Ray cluster answers at {address}: {why}; see: ray status, or leave --address out"
         ) from error
-    raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+    raise Unreachable(f"the server at {address} is not a Ray cluster; see: ray status, or leave --address out")
 
 
 def _knows_clusters(line: socket.socket, deadline: float) -> bool:
-    """Whether it answers the question with which Ray's own client begins, or wants to know first who asks. Others, the
-    servers of a cluster's nodes among them, speak the same protocol; of them Ray would ask it for 20 s."""
+    """Return True if the server answers the first question of Ray's own client, or asks for a token first."""
+    # Other servers speak HTTP/2 too, the ones of a cluster's nodes among them. Ray would ask such a
+    # server for 20 s.
     path = _first_question()
     asked = False
     while head := _exactly(line, 9, deadline):
         length, kind, flags, stream = int.from_bytes(head[:3]), head[3], head[4], int.from_bytes(head[5:])
         if not asked:
-            if kind != _SETTINGS:  # with which all that is HTTP/2 begins
+            # Everything that speaks HTTP/2 sends this frame first.
+            if kind != _SETTINGS:
                 return False
             if path is None:
                 return True
@@ -270,13 +295,15 @@ def _knows_clusters(line: socket.socket, deadline: float) -> bool:
             return False
         if stream == 1 and kind == _HEADERS and flags & _END:
             return _UNAUTHENTICATED in body
-        if stream == 1 and kind == _DATA:  # a message of gRPC, not the page of a web server
+        # A message of gRPC begins with a zero byte and its length. The page of a web server does
+        # not.
+        if stream == 1 and kind == _DATA:
             return body[:1] == b"\0" and int.from_bytes(body[1:5]) == len(body) - 5
     return False
 
 
 def _first_question() -> str | None:
-    """The path of the call; None where this Ray begins in another way."""
+    """Return the path of the first call, or None if this version of Ray begins in another way."""
     try:
         from ray.core.generated import gcs_service_pb2
     except ImportError:
@@ -287,9 +314,11 @@ def _first_question() -> str | None:
 
 
 def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes; none where the connection ends before. Raises :class:`TimeoutError`."""
+    """Return ``count`` bytes, or none if the connection ends before. Raises :class:`TimeoutError`."""
     received = b""
     while len(received) < count:
+        # Set before each read, because a server that sends one byte at a time would otherwise
+        # extend the deadline with each byte. 0 would mean non-blocking.
         line.settimeout(max(1e-3, deadline - time.monotonic()))
         if not (part := line.recv(count - len(received))):
             break
@@ -298,7 +327,7 @@ def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _question(path: str) -> bytes:
-    """A call of gRPC without arguments, on stream 1: its headers, as RFC 7541 has them, and an empty message."""
+    """Return a call of gRPC without arguments on stream 1: its headers (RFC 7541) and an empty message."""
 
     def text(value: str) -> bytes:
         return bytes((len(value),)) + value.encode()
@@ -313,7 +342,7 @@ def _frame(kind: int, flags: int, body: bytes) -> bytes:
 
 
 def listens(row: Mapping[str, Any]) -> bool:
-    """Whether a node of ``ray.nodes()`` takes a connection, as no dead one does."""
+    """Return True if a node of ``ray.nodes()`` accepts a connection, as no dead node does."""
     with contextlib.suppress(OSError):
         socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), timeout=_PATIENCE).close()
         return True
@@ -322,7 +351,7 @@ def listens(row: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep from our stdout what Ray says of nodes that die, which ``log_to_driver`` does not."""
+    """Keep Ray's messages about dead nodes from our stdout, which ``log_to_driver`` does not do."""
     from ray._private import worker
 
     said = getattr(worker, "print_to_stdstream", None)
@@ -335,7 +364,9 @@ def _silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping_handlers() -> Iterator[None]:
-    """Signals end this program as before: Ray sets a handler of its own."""
+    """Restore the signal handlers after the block, so that signals end this program as before: Ray sets a handler of
+    its own."""
+    # Python lets only the main thread set handlers, so another thread has nothing to restore.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Tasks of a pull over several nodes, on a node: targets of :mod:`cachetool.proc`.
+"""Tasks of a pull over several nodes that run on a node, as targets of :mod:`cachetool.proc`.
 
 ::
 
@@ -32,6 +32,7 @@ from cachetool.sources.segments import SegmentedListing, segment_name
 
 __all__ = ["assign", "draw", "listing", "look"]
 
+# Bytes of a piece, which travels as base 64 in one message of a child, not as an object of Ray.
 _PIECE = 2**20
 
 
@@ -44,7 +45,8 @@ def look(
     source: str,
     dataset: str,
 ) -> Message:
-    """What there is. Raises what :func:`cachetool.cache.open_cache` raises."""
+    """Return the cap of the cache and what it holds of the source. Raises the errors of
+    :func:`cachetool.cache.open_cache`."""
     with open_cache(root, max_size=max_size, min_free=min_free) as cache:
         found: Message = {
             "cap": cache.max_size,
@@ -53,11 +55,14 @@ def look(
             "identity": None,
             "source": None,
         }
+        # Any use of the catalog would put a new cache on disk, and a look must change nothing.
         if not cache.exists:
             return found
         with cache.catalog.read() as connection:
             found["identity"] = connection.execute("SELECT identity FROM cache").fetchone()[0]
             row = draws.source_row(connection, source)
+            # Without its listing the row's positions mean nothing, so the node counts as one
+            # without the source.
             if row is None or not cache.listing(source).exists():
                 return found
             held = own_parts.held(connection, row)
@@ -70,11 +75,12 @@ def look(
 
 
 def listing(channel: Channel, *, root: str, source: str) -> Message:
-    """Send the files of a listing: {"name", "at", "piece"}, the last of these in base 64."""
+    """Send the files of a listing: {"name", "at", "piece"}, with the piece in base 64."""
     with CacheDir(Path(root)) as cache:
         folder = cache.listing(source)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             with open(path, "rb") as file:
+                # At least one piece, so that an empty file arrives as well.
                 for at in range(0, max(1, path.stat().st_size), _PIECE):
                     piece = base64.b64encode(file.read(_PIECE)).decode()
                     channel.send({"name": str(path.relative_to(folder)), "at": at, "piece": piece})
@@ -82,7 +88,7 @@ def listing(channel: Channel, *, root: str, source: str) -> Message:
 
 
 def assign(channel: Channel, *, root: str, url: str, source: str, parts: Sequence[int]) -> Message:
-    """Have the cache draw these parts of a source and no other; gives how many samples of others went."""
+    """Let the cache draw these parts of a source and no others; return the number of samples that are lost."""
     with CacheDir(Path(root)) as cache:
         row = cache.source(source)
         assert row is not None
@@ -92,6 +98,9 @@ def assign(channel: Channel, *, root: str, url: str, source: str, parts: Sequenc
                 part: len(opened.order(seed=row.seed, pass_number=0, sequential=row.sequential, part=part, cut=row.cut))
                 for part in parts
             }
+            # The driver has dealt these parts with a view of all caches. So samples of other parts
+            # may go (`repart`), also while a pull draws here (`beside`), which meets ClaimGone and
+            # claims again.
             released = own_parts.assign(cache, source, row.cut, sizes, opened.segments, repart=True, beside=True)
     return {"released": released}
 
@@ -109,10 +118,10 @@ def draw(
     pace: str | None,
     seconds: float,
 ) -> Message:
-    """Pull into the cache of this node; reports are ``seconds`` apart.
+    """Pull into the cache of this node. Reports are ``seconds`` apart.
 
-    Gives ``result``, the fields of :class:`~cachetool.pull.job.PullResult`, and ``full``: why there is no room for
-    more, empty while there is.
+    Returns ``result``, the fields of :class:`~cachetool.pull.job.PullResult`, and ``full``: the reason why the cache
+    has no space for more, empty while it has room.
     """
     parsed = PullOptions.from_json(options)
     assert parsed.listing is not None
@@ -128,19 +137,25 @@ def draw(
         )  # fmt: skip
     full = result.reason if result.reason == "cache full" else ""
     if blocked is not None:
+        # Only the middle of the message: the driver puts the name of the node before it, and its
+        # own advice behind it.
         full = str(blocked).partition("\n")[0].partition(": ")[2].rstrip(";")
     return {"result": result.as_dict(), "full": full}
 
 
 def _grow(cache: CacheDir, row: SourceRow, listing: Path) -> None:
-    """Take in the segments that a listing has beyond that of the cache. Raises :class:`UsageError` when the others
-    differ: the numbers of what was drawn would mean something else."""
+    """Add the segments that a listing has beyond the cache's own listing. Raises :class:`UsageError` when the common
+    segments differ."""
     theirs, own = SegmentedListing.open(listing).parts, SegmentedListing.open(cache.listing(row.id), units=row.units)
+    # In another listing the same positions mean other units, so the draws that this cache has done
+    # would be counted for the wrong samples.
     if [part.identity for part in own.parts] != [part.identity for part in theirs[: len(own.parts)]]:
         raise UsageError(
-            f"the cache {cache.root} has another listing of {row.url} than the others; give it an empty folder, or"
-            " draw into another --dataset"
+            f"the cache {cache.root} has another listing of {row.url} than the other nodes; give this node an"
+            " empty cache folder, or pull into another --dataset"
         )
+    # One segment at a time, because each one is a transaction and the units of the next one come
+    # behind it.
     for number in range(len(own.parts), len(theirs)):
         grown = SegmentedListing(theirs[: number + 1])
         row = grow_source(
@@ -150,7 +165,9 @@ def _grow(cache: CacheDir, row: SourceRow, listing: Path) -> None:
 
 
 def _place(root: Path) -> list[object]:
-    """By which a folder that may not be there yet is known: two nodes that name the same one share it."""
+    """Return an identification of a folder that may not exist yet. Two nodes with the same one share the folder."""
+    # By host, device and inode of the nearest folder that exists, because two paths may lead to one
+    # folder.
     there = next(path for path in (root, *root.parents) if path.exists())
     status = os.stat(there)
     return [socket.gethostname(), status.st_dev, status.st_ino, str(root.relative_to(there))]

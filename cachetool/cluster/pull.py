@@ -1,10 +1,10 @@
 """``pull`` into the caches of all nodes of a Ray cluster::
 
     look at every cache -> list and probe here -> deal parts to nodes -> a pull on each node -> result
-        a node is lost, comes, or is full: look, deal again                 cachetool.cluster.node
+        a node is lost, joins, or is full: look, deal again                 cachetool.cluster.node
 
-Nodes draw by themselves, each its own parts; nothing is asked of the driver, and nothing is kept by it. Which parts a
-node has stands in its cache. A driver that is killed leaves caches of which the next one sees where it was.
+Each node draws its own parts by itself. Nodes ask the driver for nothing, and the driver stores nothing. The parts of a
+node are recorded in its cache. If a driver is killed, the next one reads from the caches how far they are.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ __all__ = ["PLACEMENTS", "pull_over", "reach_of"]
 
 PLACEMENTS = ("split", "replicate")
 _PARTS = 16
-"""Parts for each node of a new source: when a node is lost, sixteen others share what it had."""
+"""Parts for each node of a new source: when a node is lost, sixteen others share its parts."""
 _SEEK = 2.0
-"""Seconds between two looks for nodes that came or went."""
+"""Seconds between two looks for nodes that joined or left."""
 _REPORTS = 50
-"""Reports that all nodes together send in a second, at most."""
+"""Maximum reports in a second of all nodes together."""
 
 
 def pull_over(
@@ -66,18 +66,20 @@ def pull_over(
     report: Report = silent,
     notify: Callable[[str], None] = lambda line: None,
 ) -> PullResult:
-    """Draw samples of ``url`` into the caches of all nodes of a Ray cluster; ``cache`` as in
-    :mod:`cachetool.core.nodes`, caps for each of them.
+    """Draw samples of ``url`` into the caches of all nodes of a Ray cluster.
 
-    Raises what :func:`cachetool.cluster.engine.connect` and :func:`cachetool.pull.run.pull` raise.
+    ``cache`` is a folder, with ``{node}`` as in :mod:`cachetool.core.nodes`; the cap is that of each cache.
+
+    Raises the errors of :func:`cachetool.cluster.engine.connect` and :func:`cachetool.pull.run.pull`.
     """
     from cachetool.cluster.engine import connect
 
     if options.start_early:
-        raise UsageError("--start-early goes with one machine; with --on ray leave it out")
+        raise UsageError("--start-early cannot be used with --on ray; leave it out")
     check_place(url)
     if "://" not in url:
-        url = str(Path(url).absolute())  # nodes are elsewhere
+        # Tasks of other nodes have another working directory.
+        url = str(Path(url).absolute())
     template, size = str(root_of(cache).absolute()), {"max_size": max_size, "min_free": min_free}
     with connect(address, notify) as engine, listing_scratch() as scratch:
         pull = _Pull(engine, template, url, options, size, scratch, report, notify, replicate=placement == "replicate")
@@ -85,37 +87,41 @@ def pull_over(
 
 
 def reach_of(cut: int, done: Mapping[int, int], units: int, draws: int) -> int:
-    """How many first draws of a source cut into parts have to be done so that ``draws`` more are, when of each part
-    ``done`` are; of all ``units`` at most."""
+    """Return how many first draws of a source must be done so that ``draws`` more are done, at most ``units``.
+
+    The source is cut into ``cut`` parts, and ``done`` holds the finished draws of each part.
+    """
 
     def more(upto: int) -> int:
         return sum(max(0, part_size(upto, part, cut) - done.get(part, 0)) for part in range(cut))
 
+    # `more` never falls as `upto` grows, so a binary search over the range needs some 40 steps,
+    # whatever the number of units.
     return min(units, bisect_left(range(units + 1), draws, key=more))
 
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A node that takes part, with what is known of its cache and of its pull."""
+    """A node that takes part, with what is known of its cache and its pull."""
 
     host: Node
     root: str
     looked: Message
-    """The result of :func:`cachetool.cluster.node.look`."""
+    """Result of :func:`cachetool.cluster.node.look`."""
     is_late: bool = False
-    """True when the node came while the pull ran."""
+    """True when the node joined while the pull ran."""
     parts: set[int] = field(default_factory=set)
     run: Run | None = None
     is_due: bool = True
-    """True when a pull is to be started there, once none runs."""
+    """True when a pull must be started there, once none runs."""
     full: str = ""
-    """The reason why its cache has no room for more; empty while there is room."""
+    """Reason why its cache has no space for more; empty while it has room."""
     results: list[Message] = field(default_factory=list)
-    """The results of its pulls that ended."""
+    """Results of its pulls that ended."""
     progress: Progress | None = None
-    """The progress of the pull that runs."""
+    """Progress of the running pull."""
     place: tuple[int, int] | None = None
-    """The pass of a replica, and the draws left of it, when it was last looked whether it is behind."""
+    """Pass of a replica and the draws left of it, at the last check whether the replica is behind."""
 
     @property
     def name(self) -> str:
@@ -170,32 +176,32 @@ class _Pull:
         self._engine, self._template, self._url, self._options = engine, template, url, options
         self._size, self._scratch, self._report, self._notify = size, scratch, report, notify
         self._may_release = options.repart
-        """True when samples of another cut may go."""
+        """True when samples of another cut may be lost (``--repart``)."""
         self._replicate, self._id, self._began = replicate, source_id(url, options), time.monotonic()
         self._members: dict[str, _Member] = {}
-        """By the ids of their nodes."""
+        """Members by the id of their node."""
         self._lost: list[_Member] = []
         self._seen: set[str] = set()
-        """Nodes that came, by id; one that cannot take part is not asked again."""
+        """Ids of the nodes that joined. A node that cannot take part is not asked again."""
         self._asked: list[Run] = []
         self._next_look = 0.0
         self._is_changed = False
-        """True when the parts are to be dealt again."""
+        """True when the parts must be dealt again."""
         self._listings: dict[str, str] = {}
-        """The folder of the listing on each node, by the id of the node."""
+        """Folder of the listing on each node, by the id of the node."""
         self._paces: dict[str, str] = {}
-        """The file with the share of --max-rate on each node, by the id of the node."""
+        """File with the share of --max-rate on each node, by the id of the node."""
         self._listing = scratch / "listings" / self._id
         self._cut, self._units, self._per_unit = 1, 0, 1
         self._upto, self._pass, self._next_pass = 0, 0, False
-        """How many first draws of a pass are to be done: of which pass matters to replicas, and whether it is one that
-        no node has begun."""
+        """First draws of a pass that must be done; the number of that pass, which matters to replicas; True if no node
+        has begun that pass."""
         self._target: int | None = None
         self._released = 0
-        """Samples that went since another node draws their part."""
+        """Samples that were lost because another node draws their part."""
 
     def run(self) -> PullResult:
-        """Until no node has anything left to draw."""
+        """Run until no node has anything left to draw, and return the result."""
         runs = self._look(self._engine.nodes())
         self._take(runs)
         if not self._members:
@@ -208,23 +214,28 @@ class _Pull:
         try:
             while True:
                 self._seek()
-                # A pull says that it draws when it has made sure of its parts; before, it would take them back.
+                # A pull reports "pull" only after it has checked its own parts. If the parts
+                # changed before, that check would take the old parts back.
                 if self._is_changed and not any(member.is_starting for member in self._nodes):
                     self._take(self._look([member.host for member in self._nodes]))
                     self._deal()
                 self._start()
                 if self._paces:
-                    self._share_rate()  # among who is here now
+                    # Nodes may have joined or left, so the shares are computed for those that are
+                    # here now.
+                    self._share_rate()
                 if not any(member.run for member in self._nodes) and not self._asked and not self._more():
                     break
                 self._step()
         finally:
+            # Also after Ctrl-C and errors: the pulls on the nodes would otherwise continue until Ray
+            # ends their agents.
             self._engine.stop([member.run for member in self._nodes if member.run is not None])
         return self._result(prepared)
 
     @property
     def _nodes(self) -> list[_Member]:
-        """Those that are here, by name."""
+        """Members that are here, by name."""
         return sorted(self._members.values(), key=lambda member: member.name)
 
     # -- caches ------------------------------------------------------------------------------------------------------
@@ -251,14 +262,18 @@ class _Pull:
         return runs
 
     def _take(self, runs: Iterable[Run], *, late: bool = False) -> None:
-        """Take in what looks found. A node that came and cannot take part is left out; of others errors are raised."""
+        """Take in the results of looks. A node that joined and cannot take part is left out; errors of other nodes are
+        raised."""
         for run in runs:
             known = self._members.get(run.node.id)
             if isinstance(run.error, NodeLost):
+                # Forgotten, so that the node is asked again when it comes back.
                 self._seen.discard(run.node.id)
                 if known is not None:
                     self._lose(known, run.error)
             elif run.error is not None:
+                # A node that joined may fail without harm to the others, as long as it has drawn
+                # nothing. A node of the first hour must not: its samples would be missing.
                 if not (late or (known is not None and known.is_late and not known.results)):
                     raise of_node(run.node.name, run.error) from run.error
                 self._leave_out(run.node, run.error)
@@ -280,25 +295,31 @@ class _Pull:
         """Raise :class:`UsageError` when two nodes have one cache."""
         seen: dict[str, str] = {}
         for member in self._nodes:
+            # A new cache has no identity yet, so its place is compared. The place includes the host
+            # name, so a folder that two machines share over a network is found by the identity in
+            # its catalog.
             found = [member.looked["place"], *([] if (known := member.looked["identity"]) is None else [known])]
             for mark in map(repr, found):
                 if mark in seen:
                     raise UsageError(
-                        f"nodes {seen[mark]} and {member.name} have one cache folder between them, and each must have"
-                        " its own; put {node} into --cache, as in --cache /data/{node}"
+                        f"nodes {seen[mark]} and {member.name} share one cache folder, but each needs its own;"
+                        " put {node} into --cache, as in --cache /data/{node}"
                     )
                 seen[mark] = member.name
 
     def _seek(self) -> None:
-        """Find nodes that joined the cluster or came back since, and those that left without a pull."""
+        """Find nodes that joined the cluster or came back, and those that left while they had no pull."""
         if time.monotonic() >= self._next_look:
+            # Less often with many nodes, since a look asks Ray for all of them.
             self._next_look = time.monotonic() + max(_SEEK, len(self._members) / 100)
             hosts = self._engine.nodes(strict=False)
             here = {host.id for host in hosts}
             for member in self._nodes:
                 if member.run is None and member.host.id not in here:
                     self._lose(member, NodeLost(member.host))
-            names = {member.name for member in self._nodes}  # one that came back may not be missed yet
+            # A node that came back may not be missed yet under its old id. It is asked once the old
+            # one is lost.
+            names = {member.name for member in self._nodes}
             new = [host for host in hosts if host.id not in self._seen and host.name not in names]
             self._seen |= {host.id for host in new}
             self._asked += self._ask(new)
@@ -312,18 +333,21 @@ class _Pull:
         self._is_changed = True
         if not self._members:
             raise error
-        self._notify(f"{str(error).partition(';')[0]}; what it had is drawn again by the others")
+        self._notify(f"{str(error).partition(';')[0]}; the other nodes draw its samples again")
 
     def _leave_out(self, host: Node, error: CacheToolError) -> None:
-        self._notify(f"{of_node(host.name, error)}; the pull goes on without node {host.name}")
+        self._notify(f"{of_node(host.name, error)}; the pull continues without node {host.name}")
         if self._members.pop(host.id, None) is not None:
             self._is_changed = True
 
     # -- the source --------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Prepared:
-        """Get the listing of a node that has it, or list here; probe, and look for what is new with ``refresh``."""
+        """Get the listing from a node that has it, or list here; then probe, and look for new objects with
+        ``refresh``."""
         rows = [(row.units, row.pass_number, member) for member in self._nodes if (row := member.source) is not None]
+        # The listing with the most units, because a listing only grows: nodes with fewer units get
+        # its further segments.
         first = max(rows, key=lambda entry: entry[:2], default=(0, 0, None))[2]
         row = None if first is None else first.source
         seed, sequential = drawn_as(row, self._options)
@@ -374,6 +398,7 @@ class _Pull:
         """Copy the listing of the source from the cache of a node."""
 
         def heard(message: Message) -> None:
+            # The names come from another machine and become paths, so each part is checked.
             names = [Name(name) for name in message["name"].split("/")]
             write_piece(self._listing, names, message["at"], memoryview(base64.b64decode(message["piece"])))
 
@@ -385,17 +410,18 @@ class _Pull:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _settle(self, prepared: Prepared) -> None:
-        """Decide the number of parts, the format and size of shards, and how far is to be drawn."""
+        """Decide the number of parts, the format and size of shards, and how many draws must be done."""
         rows = [row for member in self._nodes if (row := member.source) is not None]
         for member in self._nodes:
             row = member.source
             if row is not None and (row.seed, row.sequential) != (rows[0].seed, rows[0].sequential):
                 raise UsageError(
-                    f"node {member.name} draws {row.url} with another --seed or --order than the others; give its cache"
-                    " an empty folder, or draw into another --dataset"
+                    f"node {member.name} draws {row.url} with another --seed or --order than the others; give it an"
+                    " empty cache folder, or pull into another --dataset"
                 )
         cuts = [row.cut for row in rows if row.cut > 1]
         if not self._replicate:
+            # The cut of most caches, because each cache with another one would lose its samples.
             self._cut = max(cuts, key=cuts.count) if cuts else _PARTS * len(self._members)
         for member in self._nodes:
             self._refuse_cut(member)
@@ -403,9 +429,13 @@ class _Pull:
         self._per_unit, options = prepared.per_unit, self._options
         kinds = [member.looked["format"] for member in self._nodes if member.looked["format"]]
         changes: dict[str, Any] = {"to": options.to or (kinds[0] if kinds else None)}
-        if self._replicate:  # the same shards on every node
+        # Replicas must cut the same shards on every node, which makes equal digests. So all take
+        # the size for the smallest cap, and no first shard closes early: that cut depends on time.
+        if self._replicate:
             cap = min(member.looked["cap"] for member in self._nodes)
             changes |= {"shard_size": str(shard_bytes(cap, options)), "first_shard_after": "0s"}
+        # `repart` and no `refresh` on the nodes: the driver has checked the loss of samples and
+        # looked for new objects for all of them.
         self._options = replace(options, **changes, part="0/1", parts=None, repart=True, refresh=False)
         self._pass = max((row.pass_number for row in rows), default=0)
         if options.samples is None:
@@ -417,7 +447,7 @@ class _Pull:
             self._upto = self._reach(-(-options.samples // self._per_unit))
 
     def _aim(self) -> int | None:
-        """Samples that all nodes have to draw for it with the parts that they have now; None without an end."""
+        """Return the samples that all nodes have to draw with their present parts; None for a pull without an end."""
         if self._options.follow:
             return None
         left = 0
@@ -436,26 +466,27 @@ class _Pull:
         if not any(samples for _, samples, _ in member.looked["parts"]):
             return
         if self._replicate or source.cut == 1:
-            drawn = "in parts" if self._replicate else "whole, as one machine draws it"
+            drawn = "in parts, not as a whole" if self._replicate else "as a whole, not in parts"
             raise UsageError(
-                f"the cache of node {member.name} has {source.url} {drawn}; go on with"
+                f"the cache of node {member.name} has {source.url} {drawn}; continue with"
                 f" --placement {PLACEMENTS[not self._replicate]},\n"
-                "draw into another --dataset, or let its samples go with --repart"
+                "pull into another --dataset, or remove its samples with --repart"
             )
         raise UsageError(
-            f"the cache of node {member.name} has {source.url} in {source.cut} parts, the others in {self._cut};\n"
-            "give it an empty folder, or let its samples go with --repart"
+            f"the cache of node {member.name} has {source.url} in {source.cut} parts, the other nodes in"
+            f" {self._cut};\ngive it an empty cache folder, or remove its samples with --repart"
         )
 
     def _left(self, member: _Member) -> int:
-        """Draws that are left of the present pass of a node that has the source; -1 of one that does not."""
+        """Return the draws that are left of the present pass of a node; -1 for a node without the source in this
+        cut."""
         source = member.source
         if source is None or source.cut != self._cut:
             return -1
         return source.size - int(sum(done for _, _, done in member.looked["parts"]))
 
     def _done(self) -> dict[int, int]:
-        """Draws of each part that are done, wherever it is; of replicas those of the one that is farthest."""
+        """Return the finished draws of each part, on any node; of replicas those of the one that is farthest."""
         done: dict[int, int] = {}
         for member in self._nodes:
             source = member.source
@@ -472,7 +503,7 @@ class _Pull:
         return reach_of(self._cut, {} if self._next_pass else self._done(), self._units, draws)
 
     def _deal(self) -> None:
-        """Deal the parts; nodes that lose some give them up before others get them."""
+        """Deal the parts. Nodes that lose parts give them up before other nodes get them."""
         self._is_changed = False
         members = {member.name: member for member in self._nodes}
         if self._replicate:
@@ -483,28 +514,36 @@ class _Pull:
         dealt = deal(self._cut, held, most=MOST_PARTS)
         if lacking := self._cut - sum(map(len, dealt.values())):
             raise UsageError(
-                f"{count(lacking, 'part')} of {self._cut} find no place: a cache draws {MOST_PARTS} at most;"
-                " add nodes, or draw into another --dataset"
+                f"{count(lacking, 'part')} of {self._cut} are left over: a cache draws at most {MOST_PARTS};"
+                " add nodes, or pull into another --dataset"
             )
         before = {name: set(held[name].parts) for name in members}
+        # First release, then take: if the driver is killed in between, a part has no owner, and the
+        # next driver deals it. The other way round it would have two owners, who draw the same
+        # samples.
         fewer = [member for name, member in members.items() if before[name] - dealt[name]]
         self._assign(fewer, {member.name: before[member.name] & dealt[member.name] for member in fewer})
         more = [member for name, member in members.items() if dealt[name] - before[name]]
+        # Only caches with a running pull. A pull that is started later takes its parts by its own
+        # option.
         self._assign([member for member in more if member.run is not None and before[member.name]], dealt)
         for member in members.values():
+            # A full node is not started again for parts that it had already when it became full.
             gains = dealt[member.name] - before[member.name] - (member.parts if member.full else set())
             member.parts = dealt[member.name]
             member.is_due = member.is_due or bool(gains)
 
     def _assign(self, members: Iterable[_Member], dealt: Mapping[str, set[int]]) -> None:
-        """Have caches draw other parts. The pulls into them go on, and a further one comes after those."""
+        """Let caches draw other parts. The running pulls into them continue, and a further pull follows for new
+        parts."""
         runs = []
         for member in members:
             task = self._task("assign", member, url=self._url, parts=sorted(dealt[member.name]))
             runs.append(self._engine.start(member.host, task))
         self._ended(runs)
         for run in runs:
-            if run.error is not None and not isinstance(run.error, NodeLost):  # that is found by what else runs there
+            # The loss of a node is found by the pull that runs there, or by the next look.
+            if run.error is not None and not isinstance(run.error, NodeLost):
                 raise of_node(run.node.name, run.error) from run.error
             self._released += (run.result or {}).get("released", 0)
 
@@ -515,10 +554,13 @@ class _Pull:
         if not any(member.is_due and member.run is None and member.parts for member in self._nodes):
             return
         self._share_rate()
+        # Computed again, because sharing the rate may have left out a node that does not answer.
         due = [member for member in self._nodes if member.is_due and member.run is None and member.parts]
         lack = [member.host for member in due if member.host.id not in self._listings]
         if lack:
             self._listings |= self._engine.send(lack, self._listing.parent)
+        # With more nodes each reports less often, so that the driver never gets more than 50
+        # reports a second.
         seconds = max(0.2, len(self._members) / _REPORTS)
         for member in due:
             options = replace(
@@ -527,7 +569,9 @@ class _Pull:
                 listing=self._listings.get(member.host.id),
             )
             if options.samples is not None:
-                first = self._is_behind(member) and self._left(member) > 0  # the rest of that pass
+                # A replica that is behind first draws the rest of its own pass; a later pull brings
+                # the pass of the others.
+                first = self._is_behind(member) and self._left(member) > 0
                 options = replace(options, samples=(self._units if first else self._upto) * self._per_unit)
             pace_file = self._paces.get(member.host.id)
             task = self._task(
@@ -554,7 +598,7 @@ class _Pull:
         self._report(Progress("pull", ended + sum(step.done for step in steps), self._target, note=note, **total))
 
     def _share_rate(self) -> None:
-        """Give each node an equal part of --max-rate, anew whenever there are more or fewer of them."""
+        """Give each node an equal share of --max-rate, whenever their number has changed."""
         if self._options.max_rate is None or self._members.keys() == self._paces.keys():
             return
         at, share = shared(1 / len(self._members))
@@ -567,12 +611,15 @@ class _Pull:
                     raise of_node(member.name, error) from error
                 self._leave_out(member.host, error)
                 self._paces = {}
-                self._share_rate()  # among those who are left
+                # The others get larger shares without the node that is left out.
+                self._share_rate()
                 return
 
     def _step(self) -> None:
-        """Take in what the nodes say, and what became of their pulls."""
-        time.sleep(len(self._members) / 5000)  # of many nodes several are heard at once
+        """Take in the messages of the nodes, and the ends of their pulls."""
+        # With many nodes a short pause lets several answers arrive, so that one round handles them
+        # all (0.2 s for a thousand nodes).
+        time.sleep(len(self._members) / 5000)
         self._engine.wait()
         self._tell()
         for member in self._nodes:
@@ -585,6 +632,8 @@ class _Pull:
             elif run.error is not None and member.is_late and not member.results:
                 self._leave_out(member.host, run.error)
             elif run.error is not None:
+                # Two nodes with one cache may be the cause of this error, which a new look finds
+                # and names better.
                 self._take(self._look([member.host for member in self._nodes]))
                 self._refuse_shared()
                 raise of_node(member.name, run.error) from run.error
@@ -595,8 +644,10 @@ class _Pull:
                 member.is_due = member.is_due and not member.full
 
     def _more(self) -> bool:
-        """Return True when more is to be drawn although no pull runs: parts of full nodes by others, or draws that make
-        up for those that gave no sample."""
+        """Return True when more must be drawn although no pull runs.
+
+        Other nodes may draw the parts of full ones, and further draws may replace those that gave no sample.
+        """
         self._take(self._look([member.host for member in self._nodes]))
         self._refuse_shared()
         if self._replicate and self._options.samples is not None:
@@ -604,6 +655,8 @@ class _Pull:
                 if member.source is None:
                     continue
                 place = member.source.pass_number, self._left(member)
+                # A replica that made no progress since the last check is not started again, or the
+                # loop would never end.
                 member.is_due = self._is_behind(member) and place != member.place and not member.full
                 member.place = place
         else:
@@ -611,9 +664,13 @@ class _Pull:
         if any(member.is_due and member.parts for member in self._nodes):
             return True
         samples, wanted = self._samples_so_far, self._options.samples
+        # After the loss of a node its samples are missing in the sum, so the sum says nothing about
+        # draws without a sample.
         if any(member.full for member in self._nodes) or wanted is None or samples >= wanted or self._lost:
             return False
         self._next_pass = False
+        # As on one machine: the limit is raised until N samples came, because skipped draws gave
+        # none. At least one draw, where an archive counts as several samples.
         upto = self._reach(max(1, (wanted - samples) // self._per_unit))
         if upto <= self._upto:
             return False
@@ -638,7 +695,7 @@ class _Pull:
             asked = prepared.samples if options.samples is None else options.samples
             raise CapBlocked(
                 f"stopped at the cap with {samples} of {asked} samples: {count(len(full), 'node')} full;"
-                f" {full[0].name}: {full[0].full};\nraise --max-size, the cap of each node, or add nodes"
+                f" {full[0].name}: {full[0].full};\nraise --max-size (the cap of each node), or add nodes"
             )
         results = [result for member in nodes for result in member.results]
         left_out, notes = notes_of(prepared.left_out)

@@ -1,11 +1,12 @@
-"""Tasks that any node can do, over the nodes of a Ray cluster: each node has the next one when it is done with one.
+"""Spread: tasks that any node can do, over the nodes of a Ray cluster. Each node gets the next task when it is done
+with one.
 
 ::
 
-    tasks   0 1 2 3 4 5 6 ...  ->  node a: 0 3 4     node b: 1 5     node c: 2 (lost) -> 2 goes to who is free next
+    tasks   0 1 2 3 4 5 6 ...  ->  node a: 0 3 4     node b: 1 5     node c: 2 (lost) -> 2 goes to the next free node
 
-What a task writes lies where every node sees it, and a task that is begun again must do no harm to what a lost node had
-written: that is its own business.
+A task writes its output to a place that every node sees. A task that is begun a second time must do no harm to the
+files that a lost node wrote; each task takes care of that itself.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ from cachetool.proc.task import Message, Task
 __all__ = ["Spread", "of_node"]
 
 _PIECES = 4
-"""Tasks for each process of a node: a slow node then has the fewer, and a lost one little to do again."""
+"""Tasks for each process of a node. A slow node then gets fewer of them, and a lost node leaves little to do again."""
 
 
 class Spread:
-    """An :class:`~cachetool.proc.task.Engine` over several nodes, ``per_node`` processes on a node at a time."""
+    """An :class:`~cachetool.proc.task.Engine` over several nodes, with ``per_node`` processes on a node at a time."""
 
     def __init__(self, engine: RayEngine, nodes: Sequence[Node], *, per_node: int) -> None:
         self._engine, self._nodes, self._per_node = engine, list(nodes), per_node
 
     def pieces(self, workers: int) -> int:
-        """Into how many tasks work is best cut."""
+        """Return the best number of tasks into which work is cut."""
         return _PIECES * self._per_node * len(self._nodes)
 
     def run(
         self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None
     ) -> list[Message]:  # fmt: skip
-        """The results of all tasks, in their order. The first error of a task stops the others and is raised with the
-        name of its node; :class:`NodeLost` only when no node is left."""
+        """Return the results of all tasks, in their order.
+
+        The first error of a task stops the others and is raised with the name of its node. :class:`NodeLost` is raised
+        only when no node is left.
+        """
         waiting = deque(range(len(tasks)))
+        # One round over all nodes before a node gets its second task, so that few tasks use all
+        # nodes.
         free = deque(node for _ in range(self._per_node) for node in self._nodes)
         running: dict[Run, int] = {}
         results: dict[int, Message] = {}
@@ -52,6 +58,7 @@ class Spread:
                     if (ended := running.pop(run, None)) is None:
                         continue
                     if isinstance(run.error, NodeLost):
+                        # In front, so that a task that must be done again is not begun last.
                         waiting.appendleft(ended)
                         free = deque(node for node in free if node.id != run.node.id)
                         if not free and not running:
@@ -67,9 +74,10 @@ class Spread:
 
 
 def of_node(name: str, error: CacheToolError) -> CacheToolError:
-    """The same error, saying on which node it happened."""
+    """Return the same error with the name of its node in the message."""
     if isinstance(error, NodeLost | Interrupted) or str(error).startswith(("node ", "nodes ")):
-        return error  # it says so, or is of no node
+        # The message already names the node, or the error has no node.
+        return error
     error_json = to_json(error)
     return from_json(error_json | {"message": f"node {name}: {error_json['message']}"})
 

@@ -1,12 +1,12 @@
-"""``stats``, ``evict``, ``verify`` and ``convert`` of the caches of many nodes: on each node what is done locally.
+"""``stats``, ``evict``, ``verify`` and ``convert`` for the caches of many nodes: each node does the command locally.
 
 ::
 
     driver                                     every living node
-    one task a node   ->  verb(cache of the node)  ->  its result, or its error      rows of a node, and their sum
+    one task a node   ->  command(cache of the node)  ->  its result, or its error      one row a node, and their sum
 
-Only figures come back. A node that fails does not stop the others: its error is its row, and the command ends with its
-exit code. Nodes without a cache have no row, unless none has one.
+Only figures come back. A node that fails does not stop the others: its error is its row, and the command ends with the
+exit code of that error. Nodes without a cache have no row, unless no node has one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cachetool.proc.task import Channel, Message, Task
 __all__ = ["NodeResults", "Outcome", "on_nodes", "reporting", "run_here"]
 
 _REPORT_SECONDS = 0.2
-"""Seconds between two messages of progress of a node."""
+"""Seconds between two messages of progress from a node."""
 _SUMMED = {
     "stats": (
         *("max_size", "used", "reserved", "listings", "overhead", "shards", "samples", "shard_bytes"),
@@ -43,18 +43,18 @@ _SUMMED = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a verb came to on one node: its result, or why there is none."""
+    """The result of a command on one node, or its error."""
 
     node: str
     result: Mapping[str, Any] | None = None
-    """What ``--json`` prints of the verb on one machine."""
+    """The value that ``--json`` prints on one machine."""
     error: CacheToolError | None = None
-    """Without the name of the node."""
+    """The error, without the name of the node."""
     done: str = ""
-    """With an error: what was done all the same, in a line."""
+    """One line about what was done before the error."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         if self.error is None:
             return dict(self.result or {})
         error_json = to_json(self.error)
@@ -63,29 +63,30 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class NodeResults:
-    """What a verb came to on all nodes that have a cache."""
+    """The results of a command on all nodes that have a cache."""
 
     verb: str
     outcomes: tuple[Outcome, ...]
-    """By the names of the nodes."""
+    """Outcomes in the order of the nodes' names."""
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """Those of the nodes where it succeeded."""
+        """Results of the nodes where the command succeeded, by node."""
         return {outcome.node: outcome.result for outcome in self.outcomes if outcome.result is not None}
 
     @property
     def error(self) -> CacheToolError | None:
-        """The error of the first node that failed, with its name; None when all is well."""
+        """The error of the first node that failed, with the node's name; None when all succeeded."""
         return next(
             (of_node(outcome.node, outcome.error) for outcome in self.outcomes if outcome.error is not None), None
         )
 
     def total(self) -> dict[str, Any]:
-        """The sums over the nodes."""
+        """Return the sums over the nodes."""
         results = self.results.values()
         total = {"nodes": len(results)} | {name: sum(result[name] for result in results) for name in _SUMMED[self.verb]}
         if self.verb == "stats":
+            # A ratio cannot be summed, so it is computed from the sums.
             total["reuse"] = total["served"] / total["fetched"] if total["fetched"] else None
         if self.verb == "verify":
             total["sound"] = all(result["sound"] for result in results) and self.error is None
@@ -94,14 +95,21 @@ class NodeResults:
         return total
 
     def sources(self) -> list[dict[str, Any]]:
-        """Sources of all nodes, as :attr:`cachetool.cache.stats.Stats.sources`; of one that is cut into parts, which
-        are on several nodes, their sum, of others what the node has that has least."""
+        """Return the sources of all nodes, in the form of :attr:`cachetool.cache.stats.Stats.sources`.
+
+        A source that is cut into parts lies on several nodes, so its figures are summed. Of other sources the node with
+        the least progress is shown.
+        """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in (row for result in self.results.values() for row in result["sources"]):
-            known = merged.setdefault((row["url"], row["dataset"], row["listing"], row["seed"], row["cut"]), row)
-            if known is row:
+            key = row["url"], row["dataset"], row["listing"], row["seed"], row["cut"]
+            if (known := merged.get(key)) is None:
+                # A copy, because the figures of the node itself must stay as they are.
+                merged[key] = dict(row)
                 continue
             if row["cut"] == 1:
+                # Replicas: each node should have everything, so the one that is farthest behind
+                # says how far the pull is.
                 known |= min(known, row, key=lambda row: (row["pass"], row["drawn"]))
                 continue
             known |= {name: known[name] + row[name] for name in ("units", "drawn", "skipped", "fetched", "served")}
@@ -112,7 +120,7 @@ class NodeResults:
         return list(merged.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: ``nodes`` by their names, and ``sum``."""
+        """Return plain values for JSON: ``nodes`` by their names, and ``sum``."""
         return {"nodes": {outcome.node: outcome.as_dict() for outcome in self.outcomes}, "sum": self.total()}
 
 
@@ -127,13 +135,16 @@ def on_nodes(
 ) -> NodeResults:
     """Do ``stats``, ``evict``, ``verify`` or ``convert`` with the cache of every living node.
 
-    ``cache`` is its folder, in which ``{node}`` stands for the name of the node; None: the one that is the default
-    here. The ``arguments`` are those of the verb in Python. Raises :class:`MissingExtra` without Ray,
-    :class:`Unreachable` when there is none at ``address``, and :class:`UsageError` when no node has a cache there.
+    ``cache`` is the cache folder, in which ``{node}`` stands for the name of the node; None means the default folder of
+    this machine. The ``arguments`` are those of the command in Python. Raises :class:`MissingExtra` without Ray,
+    :class:`Unreachable` when no Ray answers at ``address``, and :class:`UsageError` when no node has a cache there.
     """
+    # Imported here: nodes import this module for its tasks, and their child processes know nothing
+    # of Ray.
     from cachetool.cluster.engine import connect
 
-    place = str(root_of(cache).absolute())  # a node's tasks have another working directory
+    # Absolute, because the tasks of a node have another working directory.
+    place = str(root_of(cache).absolute())
     with connect(address, notify) as engine:
         nodes, heard = engine.nodes(), _Heard(report)
         runs, outcomes = [], {}
@@ -156,18 +167,19 @@ def on_nodes(
     if not there:
         names = ", ".join(node.name for node in nodes)
         raise UsageError(
-            f"no node has a cache at {place} (nodes: {names});"
-            f" fill them with: cachetool pull SOURCE --on ray{address_option(address)}{cache_option(Path(place))}"
+            f"no node has a cache at {place} (nodes: {names}); fill their caches with:"
+            f" cachetool pull SOURCE --on ray{address_option(address)}{cache_option(Path(place))}"
         )
     return NodeResults(verb, there)
 
 
 def _refuse_shared(cache: str, places: Mapping[str, Sequence[object]]) -> None:
-    """Raise :class:`UsageError` when two nodes have one folder, which would be counted twice."""
+    """Raise :class:`UsageError` when two nodes have one folder, whose figures would be counted twice."""
     for name, place in places.items():
         if same := [other for other, where in places.items() if other > name and where == place]:
             raise UsageError(
-                f"nodes {name} and {same[0]} share the folder {cache}; put {{node}} into --cache where each has its own"
+                f"nodes {name} and {same[0]} share the folder {cache}; if each node has its own, put {{node}} into"
+                " --cache"
             )
 
 
@@ -187,13 +199,15 @@ class _Heard:
         self._last: dict[str, Message] = {}
 
     def of(self, node: str) -> Callable[[Message], None]:
-        """Hears one node."""
+        """Return a function that receives the messages of one node."""
 
         def hear(message: Message) -> None:
             self._last[node] = message
             latest = list(self._last.values())
             totals = [progress["total"] for progress in latest]
             stated = [count for count in totals if count is not None]
+            # A sum without the nodes that do not know their total yet would show a progress above
+            # 100 %.
             total = sum(stated) if len(stated) == len(totals) else None
             done, moved = (sum(progress[name] for progress in latest) for name in ("done", "bytes"))
             self._report(Progress(message["phase"], done, total, moved))
@@ -205,9 +219,12 @@ class _Heard:
 
 
 def run_here(channel: Channel, *, verb: str, cache: str, arguments: Message) -> Message:
-    """The task: do it with the cache of this node. Gives ``place``, by which the folder is known, and ``result`` or
-    ``failed``; nothing where no cache is."""
+    """Do a command with the cache of this node, as a task.
+
+    Returns ``place``, which identifies the folder, and ``result`` or ``failed``; an empty dict where no cache is.
+    """
     layout = Layout(Path(cache))
+    # Checked before opening, because a node without a cache is no error unless all nodes are such.
     if not (layout.marker.exists() or layout.catalog.exists()):
         return {}
     status = os.stat(cache)
@@ -215,13 +232,15 @@ def run_here(channel: Channel, *, verb: str, cache: str, arguments: Message) -> 
     try:
         return place | {"result": _VERBS[verb](cache, arguments, reporting(channel))}
     except Interrupted:
+        # The command itself was stopped; this is no row of a node.
         raise
     except CacheToolError as error:
         return place | {"failed": to_json(error), "done": getattr(error, "done", "")}
 
 
 def reporting(channel: Channel, *, seconds: float = _REPORT_SECONDS) -> Report:
-    """A function that sends progress through ``channel``: each new phase, and at most once in so many seconds."""
+    """Return a function that sends progress through ``channel``: each new phase, and at most one message in ``seconds``
+    seconds."""
     last, phase = 0.0, ""
 
     def tell(progress: Progress) -> None:

@@ -1,1 +1,1 @@
-"""Writes what was read into shards of another format: in a cache, or into an exported folder."""
+"""Conversion of samples into shards of another format, in a cache or in an exported folder."""

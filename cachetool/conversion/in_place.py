@@ -1,4 +1,4 @@
-"""``convert`` of a cache in place: shards give way to others of the same samples, group by group.
+"""``convert`` of a cache in place: new shards replace old ones of the same samples, group by group.
 
 ::
 
@@ -6,10 +6,10 @@
     --shard-size, merging   [a b c] -> [A]       neighbours in the order of commits, each below half of it
     --shard-size, cutting   [a] -> [A B C]
 
-Each group in one transaction: the new shards become visible and the old ones retire, so the cache needs room for one
-group more, and no snapshot sees a sample twice or not at all. Every value is hashed on its way and must have the
-checksum it had. Draws go with their samples. What was done stays done when a run is killed, and a second run over what
-is as it was asked to be does nothing.
+Each group is one transaction: the new shards become visible and the old ones retire. So the cache needs space for one
+more group only, and every snapshot has each sample exactly once. Every value is hashed on its way and must have its old
+checksum. Draws move with their samples. Groups that are done stay done when a run is killed. A second run finds nothing
+to do.
 """
 
 from __future__ import annotations
@@ -56,16 +56,19 @@ def replace_shards(
     wait: float,
     report: Report,
 ) -> list[Shard]:
-    """Replace the shards of a dataset that are in another format than ``kind``, or of another size than ``most`` bytes
-    of values; gives the new ones.
-
-    With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when
-    there is no room for one group more, :class:`CorruptError` naming a shard whose bytes are not what was written.
+    """Replace the shards of a dataset that have another format than ``kind``, or another size than ``most`` bytes of
+    values.
+    Return the new shards. With ``compression`` shards that have the format already are replaced too. Raises
+    :class:`CapTooSmall` or :class:`CapBlocked` when there is no space for one more group, and :class:`CorruptError`,
+    naming the shard, when its bytes are not those that were written.
     """
-    _ = cache.holder  # a new cap takes effect
+    # Opening the holder applies a new cap (--max-size) before anything is reserved.
+    _ = cache.holder
     size = cache.schema(dataset).fixed_nbytes if cache.schema(dataset).is_fixed else 0
     if most is not None and size:
-        most = max(1, most // size) * size  # so that halves of what is one sample too large are no small shards
+        # A whole number of samples, or halves of a shard that is one sample too large would count as small shards and
+        # be merged again.
+        most = max(1, most // size) * size
     shards, origins = _shards(cache, dataset), _origins(cache)
     todo = _groups(shards, origins, kind, most, compression)
     total = sum(shards[id].samples for group in todo for id in group)
@@ -84,6 +87,7 @@ def replace_shards(
             {
                 "root": str(cache.root.resolve()),
                 "dataset": dataset,
+                # Groups are dealt in turn, so neighbours of one origin go to different workers and large shards spread.
                 "groups": todo[first::count],
                 "to": kind.name,
                 "most": most,
@@ -97,11 +101,13 @@ def replace_shards(
     swaps: dict[tuple[str, ...], Swap] = {}
 
     def foreseen(without: Collection[str]) -> list[Swap]:
-        """The swaps that are still to be made when some shards are gone."""
+        """Return the swaps that remain when some shards are gone."""
         shards, origins = _shards(cache, dataset), _origins(cache)
         left = {id: shard for id, shard in shards.items() if id not in without}
         for ids in (todo := [tuple(ids) for ids in _groups(left, origins, kind, most, compression)]):
             if ids not in swaps:
+                # Kept in ``swaps``: the bisection in way_out asks for the same groups many times, and sizes of ragged
+                # samples are read from disk.
                 swap = _Swap(cache, [left[id] for id in ids], kind, most)
                 bounds = swap.bounds(origins, swap.ranges(origins))
                 block, schema = cache.layout.disk_block, swap.olds[0].schema
@@ -112,6 +118,8 @@ def replace_shards(
     try:
         outcomes = LocalEngine().run(tasks, on_message)
     except (CapBlocked, CapTooSmall) as error:
+        # The same class, because it decides the exit code, with the way out for the whole conversion and not for one
+        # group only.
         raise type(error)(f"{error};\n{way_out(cache, foreseen)}") from error
     written = {id for outcome in outcomes for id in outcome["shards"]}
     return [shard for shard in cache.shards(dataset) if shard.id in written]
@@ -129,13 +137,17 @@ def replace_groups(
     verify: bool,
     wait: float,
 ) -> Message:
-    """The task of one worker: replace these groups one after another. Gives ``{"shards": ids of the new ones}``."""
+    """Replace these groups one after another. This is the task of one worker process.
+
+    Return ``{"shards": ids of the new ones}``.
+    """
     new_ids: list[str] = []
     with CacheDir(Path(root)) as cache:
         for ids in groups:
             here = _shards(cache, dataset)
             if not here.keys() >= set(ids):
-                continue  # one of them was evicted
+                # Another process evicted a shard since the groups were planned.
+                continue
             swap = _Swap(cache, [here[id] for id in ids], get_format(to), most)
             new = swap.run(compression=compression, verify=verify, wait=wait)
             if new:
@@ -145,7 +157,7 @@ def replace_groups(
 
 
 class _Swap:
-    """One group on its way."""
+    """The replacement of one group."""
 
     def __init__(self, cache: CacheDir, olds: list[Shard], kind: Format, most: int | None) -> None:
         self._cache, self._kind, self._most = cache, kind, most
@@ -153,14 +165,19 @@ class _Swap:
         self.samples = sum(old.samples for old in olds)
 
     def run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
-        """Reserve, write, commit; gives the new shards, or none when one of the group was evicted or converted by
-        somebody else meanwhile: then what was written is given up."""
+        """Reserve, write and commit. Return the ids of the new shards.
+
+        Return none when another process evicted or converted a shard of the group meanwhile. The written files are then
+        given up.
+        """
         try:
             return self._run(compression=compression, verify=verify, wait=wait)
+        # These errors are expected if a shard of the group was evicted between two looks at the catalog: while sizes
+        # were read, or at the commit. If the whole group still exists, the error is real.
         except (CatalogError, CorruptError, FileNotFoundError):
             if _origins(self._cache).keys() >= set(self._ids):
                 raise
-            return []  # it went between two looks at the catalog: while sizes were read, or at the commit
+            return []
 
     def _run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
         cache, kind, origins = self._cache, self._kind, _origins(self._cache)
@@ -168,6 +185,8 @@ class _Swap:
             return []
         first = self.olds[0]
         ranges = self.ranges(origins)
+        # All new shards of the group are reserved in one transaction: a part of a group is useless and would only block
+        # space.
         stagings = cache.stage_together(
             dataset=first.dataset,
             schema=first.schema,
@@ -178,7 +197,8 @@ class _Swap:
         with ExitStack() as stack:
             for staging in stagings:
                 stack.enter_context(staging)
-            # Leased only now: a lease held while waiting for room would keep the very shards whose end makes room.
+            # The lease is taken only now: held while waiting for space, it would keep the very shards whose deletion
+            # makes space.
             snapshot = stack.enter_context(cache.snapshot(dataset=first.dataset, peek=True))
             if not {old.id for old in self.olds} <= {shard.id for shard in snapshot.shards}:
                 return []
@@ -186,19 +206,23 @@ class _Swap:
             for staging, (start, stop, nbytes) in zip(stagings, ranges, strict=True):
                 facts = self._write(staging, blocks, start, stop, nbytes, compression=compression, verify=verify)
                 parts.append((staging, facts, origin_of(origins, self._ids, start, stop, self.samples)))
+            # New shards appear and old ones retire in one transaction, so no snapshot sees a sample twice or not at
+            # all.
             return commit_together(parts, replaces=self._ids)
 
     def bounds(self, origins: dict[str, Origin], ranges: list[tuple[int, int, int]]) -> list[int]:
-        """The most bytes that the files of each new shard take."""
+        """Return the most bytes that the files of each new shard take."""
         schema, block = self.olds[0].schema, self._cache.layout.disk_block
+        # shard.json lists draws and ancestors, so its size depends on the number of ranges of the old shards.
         record = RANGE_BYTES * (len(self.olds) + len(ranges) + sum(len(origins[id].draws) for id in self._ids))
         return [shard_bound(self._kind, schema, stop - start, nbytes, block) + record for start, stop, nbytes in ranges]
 
     def ranges(self, origins: dict[str, Origin]) -> list[tuple[int, int, int]]:
-        """The new shards: first sample, the one after the last, bytes of values."""
+        """Return the new shards: first sample, the sample behind the last, bytes of values."""
         payload = sum(old.payload for old in self.olds)
         if self._most is None or payload <= self._most or self.samples < 2:
             return [(0, self.samples, payload)]
+        # Skipped draws: nobody knows which sample is which draw, so the shard stays whole.
         if not is_exact(origins[self.olds[0].id], self.samples):
             return [(0, self.samples, payload)]
         upto = np.concatenate([[0], np.cumsum(self._sizes(), dtype=np.int64)])
@@ -206,17 +230,20 @@ class _Swap:
         return [(start, stop, int(upto[stop] - upto[start])) for start, stop in pairwise(at)]
 
     def _sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of values of each sample."""
+        """Return the bytes of values of each sample, int64 (samples,)."""
         schema = self.olds[0].schema
         if schema.is_fixed:
             return np.full(self.samples, schema.fixed_nbytes, dtype=np.int64)
+        # A lease while the sizes are read, or an eviction could delete the files. A peek does not count as an epoch.
         with self._cache.snapshot(dataset=self.olds[0].dataset, peek=True):
             return np.concatenate([run.block.sample_nbytes for run in self._read()])
 
     def _read(self) -> Iterator[_Run]:
-        """All samples in order."""
+        """Yield all samples of the group in order, with the checksums that they must have."""
         for old in self.olds:
             try:
+                # The stored checksums are checked against the content digest first: a damaged list of checksums would
+                # accuse good samples.
                 expected = check_content(old.path, old.schema, old.content)
                 at = 0
                 with open_shard(old.path, get_format(old.format), old.schema, digest=old.digest) as reader:
@@ -244,19 +271,22 @@ class _Swap:
             facts = files.facts()
             for run in runs:
                 count = run.checksums.shape[1]
+                # The writer hashes each value anyway. Comparing its checksums costs less than hashing a second time
+                # while reading.
                 run.check(facts.written.checksums[:, at : at + count])
                 at += count
         except BaseException:
             files.abort()
             raise
         if verify:
+            # Before the commit: a shard that its own library cannot read must never replace the old one.
             verify_file(files.path, self._kind, schema, facts.written.checksums)
         return Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Samples as they were read: out of which shard, from which one on, and the checksums that they must have."""
+    """Samples as they were read, with their shard, the number of the first one in it, and their stored checksums."""
 
     block: Block
     checksums: npt.NDArray[np.uint64]
@@ -264,11 +294,11 @@ class _Run:
     first: int
 
     def part(self, start: int, stop: int) -> _Run:
-        """Some of them."""
+        """Return samples ``start`` to ``stop - 1`` of this run."""
         return _Run(self.block.slice(start, stop), self.checksums[:, start:stop], self.shard, self.first + start)
 
     def check(self, written: npt.NDArray[np.uint64]) -> None:
-        """Raise :class:`CorruptError` when other bytes were written than there should be."""
+        """Raise :class:`CorruptError` when the ``written`` checksums differ from the stored ones."""
         try:
             check_samples(
                 written, self.checksums, self.shard.schema, name=str(self.shard.data), first=self.first
@@ -278,19 +308,20 @@ class _Run:
 
 
 def _left(shard: Shard, error: CorruptError) -> CorruptError:
+    """Return the error of a damaged shard, with the command that repairs it."""
     command = f"cachetool verify --repair{cache_option(shard.folder.parent)}"
-    return CorruptError(f"{error};\nshard {shard.id} was left as it is: {command}")
+    return CorruptError(f"{error};\nshard {shard.id} was not converted; repair it with: {command}")
 
 
 class _Blocks:
-    """Blocks handed out by numbers of samples."""
+    """A stream of blocks that is handed out by numbers of samples."""
 
     def __init__(self, runs: Iterator[_Run]) -> None:
         self._runs = runs
         self._remaining: _Run | None = None
 
     def take(self, count: int) -> Iterator[_Run]:
-        """The next ``count`` samples."""
+        """Yield the next ``count`` samples."""
         while count:
             run = self._remaining or next(self._runs)
             size = len(run.block)
@@ -301,14 +332,14 @@ class _Blocks:
 
 
 def _shards(cache: CacheDir, dataset: str) -> dict[str, Shard]:
-    """The shards of a dataset by id, in the order of commits."""
+    """Return the shards of a dataset by id, in the order of commits."""
     return {shard.id: shard for shard in cache.shards(dataset)}
 
 
 def _groups(
     shards: dict[str, Shard], origins: dict[str, Origin], kind: Format, most: int | None, compression: str | None
 ) -> list[list[str]]:
-    """Which of ``shards`` are replaced together."""
+    """Return the groups of ``shards`` that are replaced together."""
     pieces = [
         Piece(
             id=shard.id,
@@ -319,13 +350,14 @@ def _groups(
             done=shard.format == kind.name and compression is None,
         )
         for shard in shards.values()
-        if shard.id in origins  # else it was evicted between two readings
+        # A shard without origin was evicted between the two readings of the catalog.
+        if shard.id in origins
     ]
     return groups(pieces, most)
 
 
 def _origins(cache: CacheDir) -> dict[str, Origin]:
-    """Where the samples of all ready shards came from, by id."""
+    """Return the origin of the samples of all ready shards, by id."""
     rows = cache.catalog.rows(
         "SELECT s.id, s.source, s.part, s.pass_number, s.draws, o.url"
         " FROM shards s LEFT JOIN sources o ON o.id = s.source WHERE s.state = 'ready'"

@@ -1,14 +1,13 @@
-"""What ``convert`` reads: a cache's dataset, or any source that ``pull`` reads, in order.
+"""The input of ``convert``: a cache's dataset, or any source that ``pull`` reads, in order.
 
-Whatever it is, it has a schema, a number of samples and blocks from one sample to another. An input describes itself in
-plain values, so that each worker process opens it again for itself. Its listing lies in a hidden folder beside the
-output, which goes with the end of the conversion. A source elsewhere is listed by a child process, since its store may
-be used in these alone::
+An input has a schema, a number of samples, and blocks between two samples. It describes itself in plain values, so that
+each worker process can open it again. Its listing lies in a hidden folder beside the output, which is deleted at the
+end of the conversion. A child process lists a remote source, because only child processes may use a store::
 
-    .OUT.input-3f2a/  listing/            locked while it is in use: what a killed process left is swept by the next one
+    .OUT.input-3f2a/  listing/            locked while it is in use; the next run deletes the folder of a killed process
 
-The identity of an input is its place, sizes and ETags: an interrupted conversion goes on, and a changed object begins
-anew.
+The identity of an input is its place, sizes and ETags. So an interrupted conversion continues, and a changed object
+starts a new one.
 """
 
 from __future__ import annotations
@@ -53,34 +52,39 @@ from cachetool.stores.redact import printable
 
 __all__ = ["Input", "Survey", "described", "identity", "look", "open_input", "survey"]
 
+# Reading an object of a disk is cheap, so many are read. A request to a store takes milliseconds, so few are, but from
+# all over the folder: its first objects are often alike.
 PROBED = 4096
-"""A folder of objects of this machine gets its schema from the first of so many..."""
+"""Number of objects, the first ones, that decide the schema of a folder on this machine."""
 PROBED_ELSEWHERE = 64
-"""...and a remote one from so many, spread over all."""
+"""Number of objects, spread over all, that decide the schema of a remote folder."""
 _REPORT_SECONDS = 0.2
+"""Seconds between two messages to the process that prints the progress."""
 
 
 class Input(Protocol):
-    """Samples in order. Used by one thread of one process."""
+    """Samples in order. One thread of one process uses the object."""
 
     schema: Schema
     samples: int
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Samples ``start`` to ``stop`` in blocks of about 8 MB."""
+        """Yield samples ``start`` to ``stop - 1`` in blocks of about 8 MB."""
         ...
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
-        """Compare the ``checksums``, (fields, samples), of the samples that came from ``start`` on with those that the
-        input keeps, if it does. Raises :class:`CorruptError` naming file, sample and field."""
+        """Compare ``checksums``, (fields, samples), of the samples from ``start`` on with those that the input stores,
+        if any.
+        Raises :class:`CorruptError` naming file, sample and field.
+        """
         ...
 
     def left_out(self) -> list[tuple[str, str]]:
-        """Samples of the blocks since the last call that could not be used: key and reason."""
+        """Return key and reason of the unusable samples in the blocks since the last call."""
         ...
 
     def close(self) -> None:
-        """Let go of files. May be called twice."""
+        """Close files. May be called twice."""
         ...
 
 
@@ -93,25 +97,26 @@ def described(
     report: Report = silent,
     skip_bad: bool = False,
 ) -> Iterator[Message]:
-    """How :func:`open_input` opens a source in another process; good inside of the ``with`` block.
+    """Yield a description with which :func:`open_input` opens a source in any process, inside of the ``with`` block.
 
-    ``beside`` is the output; None where there is none: then the listing lies where temporary files go. ``skip_bad``:
-    samples that cannot be used are left out. Raises :class:`UsageError` for a cache, and the errors of
-    :func:`cachetool.sources.list_source`.
+    ``beside`` is the output. None: the listing goes into the folder for temporary files. ``skip_bad``: leave out
+    unusable samples. Raises :class:`UsageError` for a cache, and the errors of :func:`cachetool.sources.list_source`.
     """
     url, options = with_glob(parse_location(source, what="INPUT"), options)
     check_place(url)
     local = split_url(url)[0] in ("", "file")
     if local:
+        # Absolute, because worker processes and other machines may have another working directory.
         path = local_path(url).absolute()
         try:
             there = path.exists()
         except PermissionError as error:
             raise AccessDenied(f"{printable(str(source))!r}: permission denied") from error
+        # A path with braces names several places and does not exist by itself.
         if not there and braces_of(url) is None:
-            raise UsageError(f"there is no {source}; name a file or a folder")
+            raise UsageError(f"{source} does not exist; name a file or a folder")
         if Layout(path).is_cache:
-            raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
+            raise UsageError(f"{path} is a cache; name it with --cache, not as INPUT")
         url = str(path)
     with _folder(beside) as folder:
         arguments: dict[str, Any] = {
@@ -123,6 +128,7 @@ def described(
         if local:
             braces = braces_of(url)
             seen = url if braces is None else str(local_path(braces.place))
+            # A local source needs no store, so the list is made in this process and no child has to start.
             yield {**look(_Reporting(report), **arguments), "path": seen}
             return
         task = Task("cachetool.conversion.inputs:look", arguments)
@@ -131,7 +137,7 @@ def described(
 
 @contextlib.contextmanager
 def _folder(beside: Path | None) -> Iterator[Path]:
-    """A new folder beside ``beside``, or where temporary files go when nothing can be made there."""
+    """Yield a new folder beside ``beside``, or in the folder for temporary files if none can be made there."""
     with contextlib.ExitStack() as stack:
         try:
             if beside is None:
@@ -139,19 +145,21 @@ def _folder(beside: Path | None) -> Iterator[Path]:
             parent = beside.absolute().parent
             make_missing(parent)
             folder = stack.enter_context(scratch(parent, f".{shortened(beside.name)}.input-"))
-        except (PermissionError, NotADirectoryError, FileExistsError):  # --out says why, where it is made
+        # The folder of the output cannot be used. The code that makes --out reports this with the right words.
+        except (PermissionError, NotADirectoryError, FileExistsError):
             folder = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
         yield folder
 
 
 def look(channel: Channel, *, url: str, listing: str, options: Message, skip_bad: bool) -> Message:
-    """The task: list what is at ``url``, look at all that its schema needs, and give the description."""
+    """List the objects at ``url``, read as many as the schema needs, and return the description. This is a task."""
     parsed, folder, reporter = SourceOptions.from_json(options), Path(listing), _Reporter(channel)
     progress = reporter.listed
     list_source(url, folder, parsed, progress=progress, survey="all", skip_bad=skip_bad)
     parsed = numbered(parsed, [folder])
     options = parsed.to_json()
     with contextlib.closing(open_source(url, folder, parsed, number=False)) as source:
+        # Only sources of files compare checksums, so the method tells them from folders of objects.
         objects = not hasattr(source, "check")
         units = np.arange(min(source.units, PROBED if objects else 1), dtype=np.int64)
         if objects and split_url(url)[0] not in ("", "file"):
@@ -176,6 +184,8 @@ def look(channel: Channel, *, url: str, listing: str, options: Message, skip_bad
 
 
 def _identity(url: str, options: Message, content: object) -> str:
+    """Return a digest that changes when the source or the way of reading it changes."""
+    # surrogateescape: a file name may have bytes that are not UTF-8.
     text = json.dumps([canonical(url), options, content], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -191,57 +201,61 @@ class _Reporting:
 
 
 class _Reporter:
-    """Progress to the starter, a few times a second."""
+    """A sender of progress to the starting process, a few times a second."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._next = channel, 0.0
 
     def listed(self, count: int) -> None:
-        """So many objects were seen."""
+        """Report that ``count`` objects were listed."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _REPORT_SECONDS
             self._channel.send({"phase": "list", "done": count, "total": None})
 
 
 def open_input(description: Message) -> Input:
-    """The input that :func:`look`, or the cache, described; a source in a child process only."""
+    """Open the input that :func:`look`, or the cache, described. A source is opened in child processes only."""
     return _Stored.of_cache(description) if description["kind"] == "cache" else _Sourced(description)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is known of an input before its samples are read."""
+    """The facts about an input before its samples are read."""
 
     schema: Schema
     samples: int
     random: bool
-    """Whether any run of samples can be read without those before it; else one worker reads all in order."""
+    """True if any run of samples can be read without those before it. Otherwise one worker reads all in order."""
     skipped: tuple[tuple[str, str], ...]
-    """What is there but not taken: name and reason."""
+    """Objects that are not read: name and reason."""
     left_out_counts: Mapping[str, int]
-    """How many objects are not taken, by reason."""
+    """Number of objects that are not read, by reason."""
     runs: list[tuple[int, int]]
-    """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
+    """Runs of samples, each of about the requested bytes. If samples differ in size, the first ones decide."""
 
 
 def survey(description: Message, part_bytes: int) -> Survey:
-    """Look at the input that ``description`` opens. Errors are those of :func:`open_input`, and :class:`NotFound` when
-    it holds no samples at all."""
+    """Return the facts about the input that ``description`` opens.
+
+    Raises the errors of :func:`open_input`, and :class:`NotFound` when the input has no samples.
+    """
     contents = _survey(description, part_bytes)
     if not contents.samples:
-        raise NotFound(f"{_place(description)}: no samples in it")
+        raise NotFound(f"{_place(description)} has no samples")
     return contents
 
 
 def _place(description: Message) -> str:
-    """What an input is called in messages."""
+    """Return the name of an input for messages."""
     if description["kind"] == "cache":
         return f"dataset {description['dataset']!r} of cache {description['root']}"
     return str(description["shown"])
 
 
 def _survey(description: Message, part_bytes: int) -> Survey:
-    if description["kind"] != "cache":  # its store may only be used in a child process, where it was looked at
+    # The source was looked at when it was described. Its store may be used in a child process only, so it is not opened
+    # again here.
+    if description["kind"] != "cache":
         schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
         skipped = tuple((str(name), str(why)) for name, why in description["skipped"])
@@ -251,6 +265,8 @@ def _survey(description: Message, part_bytes: int) -> Survey:
     try:
         size = source.schema.fixed_nbytes
         if not source.schema.is_fixed and source.samples:
+            # The mean of the first 256 samples decides the length of a file. Equal counts make parallel workers and
+            # resuming simple (docs/explanation/decisions.md).
             first = next(source.blocks(0, min(source.samples, 256)))
             size = -(-first.nbytes // len(first))
         cuts = _runs(source.samples, size, part_bytes)
@@ -260,32 +276,35 @@ def _survey(description: Message, part_bytes: int) -> Survey:
 
 
 def _runs(samples: int, size: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Return runs of samples of about ``part_bytes`` bytes each, given the bytes of one sample."""
     step = max(1, part_bytes // max(1, size))
     return [(at, min(at + step, samples)) for at in range(0, samples, step)]
 
 
 def identity(description: Message) -> str:
-    """Changes when the input does: its place, size and time of change, and how it is read."""
+    """Return a digest of the input's place, sizes, time of change and options. It changes when the input does."""
     if "identity" in description:
         return str(description["identity"])
+    # The version of the catalog grows with every commit, also of other datasets. The samples are named by their content
+    # digest.
     facts = {key: value for key, value in description.items() if key != "version"}
     return hashlib.sha256(json.dumps([facts], sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One shard."""
+    """One shard of an input."""
 
     samples: int
     name: str
-    """Of its data file, for messages."""
+    """Path of the data file, for messages."""
     open: Callable[[], Reader]
     checksums: Callable[[], npt.NDArray[np.uint64]]
-    """What its samples must hash to."""
+    """Function that returns the stored checksums of the samples."""
 
 
 class _Stored:
-    """Shards of a cache: one reader after another."""
+    """The shards of a cache, opened one after another."""
 
     def __init__(self, schema: Schema, parts: list[_Part]) -> None:
         self.schema = schema
@@ -295,7 +314,7 @@ class _Stored:
 
     @classmethod
     def of_cache(cls, description: Message) -> _Stored:
-        """The shards of a dataset at a version that the caller leases."""
+        """Return the shards of a dataset at a version that the caller has leased."""
         with CacheDir(Path(description["root"])) as cache:
             shards = cache.shards(description["dataset"], version=description["version"])
             schema = cache.schema(description["dataset"])
@@ -316,7 +335,7 @@ class _Stored:
         return []
 
     def _inside(self, start: int, stop: int) -> Iterator[tuple[_Part, int, int]]:
-        """The parts that hold samples ``start`` to ``stop``, and which of each part these are."""
+        """Yield the parts with samples ``start`` to ``stop - 1``, and the first and last sample inside of each."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         for number in range(max(0, first), len(self._parts)):
             low, high = int(self._starts[number]), int(self._starts[number + 1])
@@ -339,10 +358,10 @@ def _shard(shard: Shard) -> _Part:
 
 
 class _Sourced:
-    """A source: rows of files, or a folder of objects, one sample a key, in the order of their keys."""
+    """A source in the order of its keys: rows of files, or a folder of objects with one sample a key."""
 
     def __init__(self, description: Message) -> None:
-        """As :func:`look` described it."""
+        """Open the source that :func:`look` described."""
         options = SourceOptions.from_json(description["options"])
         self.schema, self.samples = Schema.from_json(description["schema"]), int(description["samples"])
         self._source: Source = open_source(description["url"], Path(description["listing"]), options, number=False)
@@ -353,6 +372,7 @@ class _Sourced:
         with contextlib.closing(reading) as pieces, naming_skip(skip_bad=self._skip_bad, has_refresh=False):
             for piece in pieces:
                 self._left_out += [(skipped.key, skipped.reason) for skipped in piece.skipped]
+                # A reading whose samples were all left out has an empty block, which a writer does not need.
                 if len(piece.block):
                     yield piece.block.with_plain_bools()
 
@@ -361,6 +381,7 @@ class _Sourced:
         return left_out
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        # Folders of objects store no checksums, so their sources have no such method.
         if (check := getattr(self._source, "check", None)) is not None:
             check(start, checksums)
 

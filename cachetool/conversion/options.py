@@ -1,4 +1,4 @@
-"""The options of a conversion: one frozen value that checks itself before anything is touched."""
+"""The options of a conversion: one frozen value that checks itself before anything is read or written."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PART", "ConvertCall", "ConvertOptions"]
 
 DEFAULT_PART = 64 * 10**6
-"""Bytes of values in a file."""
+"""Bytes of values in a file, unless ``--shard-size`` says otherwise."""
 
 
 def _compression(value: object, *, what: str) -> str:
+    """Return the name of a compression. Raises :class:`UsageError` for anything but text."""
     if not isinstance(value, str):
-        raise UsageError(f"{what} {shown(value)} cannot be used: the name of a compression")
+        raise UsageError(f"{what} {shown(value)} cannot be used; it must be the name of a compression")
     return value
 
 
 def _folder(value: Any, *, what: str) -> Path:
-    """A folder that a user names. Raises :class:`UsageError` for an empty name, which ``Path`` takes for the present
-    folder."""
+    """Return the folder that a user named.
+
+    Raises :class:`UsageError` for an empty name, because ``Path`` takes an empty name for the current folder.
+    """
+    # Imported here, because `convert --help` loads this module and needs no disk.
     from cachetool.proc.disk import parse_location
 
     if not str(value).strip():
@@ -41,66 +45,72 @@ def _folder(value: Any, *, what: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(SourceOptions):
-    """How to convert."""
+    """The options of a conversion."""
 
     to: Annotated[str, Option("Format of the new shards: lmdb, hdf5, zarr or tfrecord.", "FORMAT", parse_text)]
-    dataset: Annotated[str | None, Option("Only this dataset of the cache.", "NAME", parse_text)] = None
+    dataset: Annotated[str | None, Option("Convert only this dataset of the cache.", "NAME", parse_text)] = None
     shard_size: ShardSize = None
     compression: Annotated[
-        str | None, Option("gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord).", "NAME", _compression)
+        str | None,
+        Option("Compression: gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord).", "NAME", _compression),
     ] = None
     workers: Workers = 2
-    verify: Annotated[bool, Option("Read every shard back through its own library and compare checksums.")] = False
+    verify: Annotated[bool, Option("Read every new shard with the library of its format and compare checksums.")] = (
+        False
+    )
     wait: RoomWait = "60s"
     on_error: OnError = "error"
 
     def _check(self) -> None:
         super()._check()
         kind = self.kind
+        # The options check themselves, so a wrong name ends the command before a cache is opened or a source is listed.
         if not is_one_of(self.compression, (None, *kind.compressions)):
-            have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
+            have = f"choose one of {', '.join(kind.compressions)}" if kind.compressions else "choose another format"
             raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
 
     @property
     def kind(self) -> Format:
-        """The target's format."""
+        """Return the target format."""
         from cachetool.formats import get_format
 
         return get_format(self.to)
 
     @property
     def source(self) -> SourceOptions:
-        """The options of an input alone."""
+        """Return the options that say how an input is read."""
         return self.only(SourceOptions)
 
     def part_bytes(self) -> int:
-        """Bytes of values in a shard or file."""
+        """Return the bytes of values in a shard or file."""
         return DEFAULT_PART if self.shard_size is None else parse_size(self.shard_size, what="--shard-size")
 
     def refuse_input(self) -> None:
-        """Raise :class:`UsageError` for options that say how an input is read."""
+        """Raise :class:`UsageError` if an option was given that says how an input is read."""
         declared_here = declared(SourceOptions).items()
+        # A flag with two forms, such as --repull/--no-repull, is named by its last form: that is the one which differs
+        # from the default.
         given = [about.flag.rpartition("/")[2] for name, about in declared_here if getattr(self, name) != about.default]
         given += [] if self.on_error == "error" else ["--on-error"]
         if given:
             raise UsageError(
-                f"{', '.join(given)}: for an INPUT with --out only; the samples of a cache are taken as they are"
+                f"{', '.join(given)}: only for INPUT with --out; the samples of a cache are converted unchanged"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertCall(ConvertOptions):
-    """The keywords of a conversion: its options, the folder to write, and the function that hears of progress."""
+    """The keywords of a conversion: its options, the folder to write, and a function for reports of progress."""
 
     out: Annotated[
         Path | str | None,
         Option("Write plain files into this new folder instead of the cache.", "DIR", _folder),
     ] = None
-    progress: Annotated[Report, Option("A function that is told how far the conversion is.", command_line=False)] = (
-        silent
-    )
+    progress: Annotated[
+        Report, Option("Function that is called with the progress of the conversion.", command_line=False)
+    ] = silent
 
     @property
     def folder(self) -> Path | None:
-        """:attr:`out` as a path."""
+        """Return :attr:`out` as a path."""
         return None if self.out is None else Path(self.out)

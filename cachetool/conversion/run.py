@@ -1,7 +1,7 @@
-"""``convert``: samples into another format, bit for bit; the door to its two ways.
+"""``convert``: the entry to its two ways to write samples in another format, bit for bit.
 
-- no input, no ``out``: a cache's shards, replaced group by group (:mod:`cachetool.conversion.in_place`)
-- ``out``: plain files, from a cache or any input (:mod:`cachetool.conversion.to_files`)
+- without input and ``out``: a cache's shards are replaced group by group (:mod:`cachetool.conversion.in_place`)
+- with ``out``: plain files are written, from a cache or any input (:mod:`cachetool.conversion.to_files`)
 """
 
 from __future__ import annotations
@@ -36,59 +36,63 @@ __all__ = ["ConvertResult", "Preview", "content_digest", "convert", "needs_out",
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a conversion would read."""
+    """The facts about an input that a conversion would read."""
 
     input: str
     kind: str
-    """``files``, ``objects``."""
+    """Kind of the input: ``files`` or ``objects``."""
     samples: int
     schema: dict[str, str]
-    """Field to type and shape, in words."""
+    """Type and shape of each field, in words."""
     skipped: tuple[tuple[str, str], ...]
-    """Names that would not be taken, each with the reason; the first 100."""
+    """Names that would not be read, each with the reason; the first 100."""
     left_out_counts: Mapping[str, int]
-    """How many objects would not be taken, by reason."""
+    """Number of objects that would not be read, by reason."""
     notes: tuple[str, ...] = ()
-    """Decisions about how the source is read, each with the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that changes it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertResult:
-    """What a conversion came to."""
+    """The result of a conversion."""
 
     to: str
+    """The format."""
     dataset: str | None
-    """None for plain files out of plain files."""
+    """Name of the dataset; None if an input was converted."""
     shards: int
-    """Shards or files written."""
+    """Number of shards or files written."""
     samples: int
+    """Number of samples."""
     bytes: int
-    """On disk."""
+    """Bytes on disk."""
     digest: str
-    """Content digest of all samples in order: the same in every format."""
+    """Content digest of all samples in order, the same in every format."""
     out: str | None
-    """The folder of plain files, or None for the cache."""
+    """The folder of plain files; None for the cache."""
     seconds: float
+    """Duration in seconds."""
     verified: bool
-    """Whether everything was read back through the format's own library."""
+    """True if everything was read back through the format's own library."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """Names of the input that were not taken, each with the reason; the first 100."""
+    """Names of the input that are in no sample, each with the reason; the first 100."""
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
-    """How many objects of the input were not taken, by reason."""
+    """Number of objects of the input that are in no sample, by reason."""
     notes: tuple[str, ...] = ()
-    """Decisions about how the source is read, each with the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that changes it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def preview(source: str | Path, options: ConvertOptions, *, report: Report = silent) -> Preview:
-    """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
+    """Return the facts about an input without converting it. Objects of a URL are fetched for that. Raises the errors
+    of opening it."""
     with described(source, options.source, report=report, skip_bad=options.on_error == "skip") as description:
         contents = survey(description, DEFAULT_PART)
         fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
@@ -99,11 +103,11 @@ def preview(source: str | Path, options: ConvertOptions, *, report: Report = sil
 
 
 def needs_out(source: str | Path, cache: str | Path | None = None) -> UsageError:
-    """The error of an input without ``out``, which says how samples come into ``cache``, as far as it is named."""
+    """Return the error of an input without ``out``. It says how the samples get into ``cache``, if one was named."""
     option = "" if cache is None else cache_option(Path(cache))
     return UsageError(
         "convert INPUT writes plain files: name a new folder for them with --out DIR;\n"
-        f"to have the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all{option}"
+        f"to store the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all{option}"
     )
 
 
@@ -116,11 +120,11 @@ def convert(
     report: Report = silent,
     engine: Engine | None = None,
 ) -> ConvertResult:
-    """Convert the cache's dataset in place or into ``out``, or ``source`` into ``out``.
-    ``engine``: where the files of ``out`` are written; None: by processes here.
+    """Convert the cache's dataset in place or into ``out``, or convert ``source`` into ``out``.
 
-    Raises :class:`UsageError`, :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there
-    is no room, :class:`CorruptError` naming what is damaged.
+    ``engine`` writes the files of ``out``; None: processes on this machine. Raises :class:`UsageError`,
+    :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there is no space, and
+    :class:`CorruptError` naming the damaged file.
     """
     began = time.monotonic()
     if source is not None and out is None:
@@ -128,7 +132,7 @@ def convert(
     if cache is None and source is None:
         raise UsageError("name a cache, or both an input and --out")
     if source is not None and options.dataset is not None:
-        raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
+        raise UsageError("--dataset is only for samples of a cache, not for INPUT with --out; leave it out")
     if source is None:
         options.refuse_input()
     wait = parse_duration(options.wait)
@@ -153,7 +157,9 @@ def convert(
         )
         shard_sizes = [(shard.samples, shard.bytes) for shard in new]
         size = sum(nbytes for _, nbytes in shard_sizes)
-        with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
+        # A lease, because another process may evict these shards while their checksums are read. A peek does not count
+        # as an epoch.
+        with cache.snapshot(dataset=dataset, peek=True) as snapshot:
             digest = content_digest(snapshot.shards)
     samples = sum(count for count, _ in shard_sizes)
     skipped, notes = notes_of(contents.skipped if contents else ())
@@ -181,7 +187,7 @@ def _to_files(
     report: Report,
     engine: Engine | None,
 ) -> tuple[str | None, tuple[list[Message], str, Survey]]:
-    """Plain files out of an input, or of a cache's dataset while its shards are leased."""
+    """Write plain files from an input, or from a cache's dataset while its shards are leased."""
 
     def write(description: Message) -> tuple[list[Message], str, Survey]:
         return export(
@@ -196,19 +202,23 @@ def _to_files(
             engine=engine,
         )
 
-    require_new(out)  # before anything is fetched, and before a lease is written
+    # Checked before anything is fetched and before a lease is written, so a mistyped --out costs nothing.
+    require_new(out)
     if source is not None:
         skip_bad = options.on_error == "skip"
         with described(source, options.source, beside=out, report=report, skip_bad=skip_bad) as description:
             return None, write(description)
     assert cache is not None
+    # The lease lasts until all files are written: worker processes open the shards of this version by themselves.
     with cache.snapshot(dataset=options.dataset, peek=True) as snapshot:
+        # The digests of the shards identify the input, so a run that was interrupted continues only if the same shards
+        # are there.
         shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
         place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}
         return snapshot.dataset, write({"kind": "cache", **place, "content": shards})
 
 
 def content_digest(shards: Sequence[Shard]) -> str:
-    """Content digest of all samples of these shards in order, free of how they are cut; empty for none."""
+    """Return the content digest of all samples of these shards in order, free of how they are cut; empty for none."""
     checksums = (stored_checksums(shard.path, shard.schema) for shard in shards)
     return digest_of(shards[0].schema, checksums) if shards else ""

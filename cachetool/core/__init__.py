@@ -1,1 +1,1 @@
-"""Values that every room uses: schema, blocks, extents, units, errors. Nothing here reads or writes a file."""
+"""Values that all rooms use: schemas, blocks, extents, units, errors. No module of this room reads or writes a file."""

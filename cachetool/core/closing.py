@@ -1,4 +1,4 @@
-"""The context manager of all classes that are closed."""
+"""A base class for objects that are closed, as context managers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Closing"]
 
 
 class Closing:
-    """A context manager that ends with :meth:`close`."""
+    """A context manager that calls :meth:`close` when its ``with`` block ends."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Let go of files and processes."""
+        """Release files and processes."""
 
     def __enter__(self) -> Self:
         return self

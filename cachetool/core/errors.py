@@ -1,4 +1,4 @@
-"""Every error that cachetool raises on purpose, with the exit code the command line ends with.
+"""All errors that cachetool raises on purpose, with the exit code of the command line for each.
 
 ::
 
@@ -6,19 +6,20 @@
     ├── UsageError                2   a wrong option, name, size or schema: the user changes the command
     │   └── MissingExtra          2   an optional dependency is not installed
     ├── SourceError               3   the remote side: store, listing, object
-    │   ├── NotFound              3   bucket, prefix or object is not there
+    │   ├── NotFound              3   bucket, prefix or object does not exist
     │   ├── AccessDenied          3   credentials missing, wrong or expired
     │   ├── Unreachable           3   no answer in time
     │   └── BadObject             3   an object is not what its name or the schema says
     ├── CapacityError             4   cap, free disk or inodes
     │   ├── CapTooSmall           4   the cap cannot hold what was asked, ever
-    │   └── CapBlocked            4   room exists but is held by somebody
+    │   └── CapBlocked            4   space exists but is held by processes
     ├── CorruptError              5   bytes on disk that do not match their checksum or layout
     ├── CatalogError              6   the cache's catalog or layout cannot be used
     └── Interrupted             130   Ctrl-C or SIGTERM
 
-A message is one or two lines: what, which value, what to do next. Lower errors are chained with ``from``. Names in it
-may come from a store or a foreign file, so what is not printable is escaped: no name moves a terminal's cursor.
+A message has one or two lines: what happened, with which value, and what to do next. The error of a library that caused
+it is chained with ``from``. Names in a message may come from a store or from a foreign file, so every character that is
+not printable is escaped: a name cannot move the cursor of a terminal.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from typing import Any
 
 from cachetool.core.text import plain
 
+# The end of a line is kept because it says what to do next. The middle is often a name or a schema, which may have any
+# length.
 _LONGEST, _END = 2000, 400
-"""Characters of a line, and those at its end that stay: they say what to do."""
+"""Longest line of a message, in characters, and how many characters of its end are kept when it is cut."""
 
 __all__ = [
     "AccessDenied",
@@ -51,114 +54,173 @@ __all__ = [
 
 
 class CacheToolError(Exception):
-    """Base of all errors of cachetool; ``str(error)`` is fit to be shown to a user."""
+    """The base class of all errors of cachetool; ``str(error)`` can be shown to a user.
+
+    Args:
+        message: One or two lines: what happened, with which value, and what to do.
+
+    Attributes:
+        exit_code: The exit code with which the command line ends for this error.
+
+    Example:
+        >>> import cachetool
+        >>> try:
+        ...     cachetool.open_cache("data/none", create=False)
+        ... except cachetool.CacheToolError as error:
+        ...     print(type(error).__name__, error.exit_code)
+        UsageError 2
+    """
 
     exit_code = 1
+    """Exit code of the command line for this error."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(_line, message.split("\n"))))
 
 
 def _line(text: str) -> str:
-    """A line of a message: a name may be of any length, and a schema have any number of names."""
+    """Return a line of a message with escapes for characters that are not printable, cut if it is too long."""
     shown = plain(text)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - _END]} ... {shown[-_END:]}"
 
 
 class UsageError(CacheToolError, ValueError):
-    """An option, name, size or schema that cannot be used."""
+    """An option, name, size or schema cannot be used; the user has to change the call. Also a ``ValueError``."""
 
     exit_code = 2
 
 
 class MissingExtra(UsageError):
-    """An optional dependency is needed; the message names the extra that installs it."""
+    """An optional dependency is not installed; the message names the extra that installs it.
+
+    Args:
+        what: What needs the dependency; without ``extra`` the whole message.
+        extra: The extra of the package. Default: none.
+    """
 
     def __init__(self, what: str, extra: str | None = None) -> None:
-        """``MissingExtra("reading images", "image")`` builds the message; one argument is taken as it is."""
+        """Build the message from both arguments, or take ``what`` as the message."""
         if extra is not None:
             what = f"{what} needs the extra '{extra}': pip install 'cachetool[{extra}]'"
         super().__init__(what)
 
 
 def without(library: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What to raise in place of ``error`` where ``library`` itself is not installed; else the error as it is."""
+    """Return the error to raise when an ``import`` fails with ``error``.
+
+    If ``library`` itself is missing, the returned error names the extra that installs it. Otherwise ``error`` is
+    returned unchanged, because an installed library that fails to import one of its own dependencies needs another
+    answer.
+    """
     if error.name != library:
         return error
     return ModuleNotFoundError(f"this needs {library}: pip install 'cachetool[{extra}]'", name=library)
 
 
 class SourceError(CacheToolError):
-    """The remote side failed: a store, a listing or an object."""
+    """A failure of the remote side: a store, a listing or an object."""
 
     exit_code = 3
 
 
 class NotFound(SourceError):
-    """A bucket, prefix or object does not exist."""
+    """A bucket, prefix or object that does not exist."""
 
 
 class AccessDenied(SourceError):
-    """Credentials are missing, wrong or expired."""
+    """Credentials that are missing, wrong or expired."""
 
 
 class Unreachable(SourceError):
-    """The store did not answer in time."""
+    """A store that did not answer in time."""
 
     answered = False
-    """Whether it did, again and again, that it fails."""
+    """True if the store did answer, but each time with an error of its own, such as 503."""
 
 
 class BadObject(SourceError):
-    """An object is not what its name, its size or the dataset's schema says."""
+    """An object that does not match its name, its size or the schema of the dataset."""
 
 
 class CapacityError(CacheToolError):
-    """No room: the cap, the free disk or the inodes are used up."""
+    """The cap, the free disk or the inodes are used up.
+
+    Attributes:
+        done: A line about the work that was done before the error; empty if there was none.
+    """
 
     exit_code = 4
     done = ""
-    """What was done all the same, in a line."""
+    """One line about the part of the work that was done before the error; empty if none was."""
 
 
 class CapTooSmall(CapacityError):
-    """The cap cannot hold what was asked even when the cache is empty; the message gives the minimum."""
+    """The cap is too small for the request even when the cache is empty; the message names the minimum."""
 
 
 class CapBlocked(CapacityError):
-    """Room exists but live holders keep it; the message names them."""
+    """The cap is large enough, but running processes keep the space in use; the message names them."""
 
 
 class CorruptError(CacheToolError):
-    """Bytes on disk do not match their checksum or layout."""
+    """Bytes on the disk that do not match their checksum or layout."""
 
     exit_code = 5
 
 
 class CatalogError(CacheToolError):
-    """The catalog or the layout of the cache folder cannot be used."""
+    """The catalog or the layout of the cache folder cannot be used.
+
+    Attributes:
+        readable: True if the cache can be read all the same, because only writing is refused.
+    """
 
     exit_code = 6
     readable = False
-    """Whether what is there can be read all the same: this user may only not write."""
+    """True if this user may not write to the cache, but may read it."""
 
 
 class Interrupted(CacheToolError):
-    """Work was stopped by Ctrl-C or SIGTERM; everything committed is kept."""
+    """Work was stopped by Ctrl-C or SIGTERM; committed shards stay."""
 
     exit_code = 130
 
 
 def to_json(error: CacheToolError) -> dict[str, Any]:
-    """The error as plain values that cross a process boundary: ``{"error": class name, "message": text}``. A class that
-    is not of this tree goes as the one that it is made from."""
+    """Convert an error to plain values that can be sent to another process.
+
+    Args:
+        error: The error. A subclass that another module defines is sent as its nearest base class in this module.
+
+    Returns:
+        ``{"error": class name, "message": text}``.
+
+    Example:
+        >>> to_json(NotFound("no bucket 'a'"))
+        {'error': 'NotFound', 'message': "no bucket 'a'"}
+    """
+    # The receiving process looks the class up in this module, so the name of a class of another module would
+    # mean nothing there.
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
     return {"error": kind.__name__, "message": str(error)}
 
 
 def from_json(value: dict[str, Any]) -> CacheToolError:
-    """The error that :func:`to_json` described; an unknown class name becomes ``CacheToolError``."""
+    """Rebuild the error that :func:`to_json` described.
+
+    Args:
+        value: A dict with the entries ``error`` and ``message``.
+
+    Returns:
+        An error of the named class; of ``CacheToolError`` if the name is unknown.
+
+    Example:
+        >>> from_json({"error": "NotFound", "message": "no bucket 'a'"})
+        NotFound("no bucket 'a'")
+    """
     kind = globals().get(str(value.get("error")))
+    # The value may come from another version of cachetool or be garbled. The check keeps it from naming any other
+    # global of this module, such as a function.
     if not (isinstance(kind, type) and issubclass(kind, CacheToolError)):
         kind = CacheToolError
     return kind(str(value.get("message")))

@@ -1,15 +1,15 @@
-"""Where each sample's field lies in a shard's files, and what its bytes must hash to.
+"""Extents: the place of each sample's field in the files of a shard, and the checksum of its bytes.
 
-One ``extents.bin`` per uncompressed shard, little-endian, made to be memory-mapped and shared between processes::
+Each uncompressed shard has one ``extents.bin``, little-endian, which processes map into memory and share::
 
     "CTEXT001" | u64 length of the header | header, JSON | padding to 64 | array | padding to 64 | array | ...
 
-The header names the files, the number of samples, and for every array its dtype, shape and position, so that a reader
-touches only the columns it needs. Field by field there is one of:
+The header names the files, the number of samples, and the dtype, shape and position of each array. So a reader touches
+only the columns that it needs. Each field has one of:
 
-- a scalar: its raw column, (samples,), since a TFRecord keeps integers as varints;
-- a constant stride: ``start`` and ``stride``, two numbers for any count of samples;
-- anything else: ``offsets`` (samples,), and ``sizes`` (samples,) in bytes when they differ.
+- for a scalar: its raw column, (samples,), because a TFRecord stores integers as varints;
+- for a constant stride: ``start`` and ``stride``, two numbers for any number of samples;
+- for all others: ``offsets`` (samples,), and ``sizes`` (samples,) in bytes if the sizes differ.
 
 Ragged fields also have ``shapes`` (samples, rank). ``checksums`` is (fields, samples) uint64: xxh3-64 of a field's
 value in its canonical encoding (see :func:`cachetool.formats.digest.checksums`).
@@ -33,36 +33,62 @@ from cachetool.core.schema import Field, Schema, storage_dtype
 __all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 
 EXTENTS_FILE = "extents.bin"
-"""Name of the file, beside the data files of a shard."""
+"""Name of the extents file, which lies beside the data files of a shard."""
 _MAGIC = b"CTEXT001"
+# Every array begins at a multiple of 64 bytes, so a view of the mapped file is aligned for each dtype.
 _ALIGN = 64
+# Largest position in a file that is accepted. Below 2**62 the sum of a position and a size cannot wrap around in int64.
 _FARTHEST = 2**62
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class FieldExtents:
-    """Where one field lies. Offsets and sizes are bytes."""
+    """The place of one field in the files of a shard. Offsets and sizes are bytes.
+
+    Args:
+        file: Index in :attr:`Extents.files` of the file that holds the bytes.
+        start: Position of the first sample, if the stride is constant.
+        stride: Distance between neighbouring samples, if the distance is constant.
+        nbytes: Size of each sample, if ``sizes`` is None.
+        offsets: Position of each sample, int64, (samples,). Default: None, the stride is constant.
+        sizes: Size of each sample, int64, (samples,). Default: None, all have ``nbytes``.
+        shapes: Shape of the array of each sample, int64, (samples, rank), for a ragged field. Default: None.
+        column: The values themselves, (samples,), for a scalar field; the other arguments are then unused. Default:
+            None.
+
+    Example:
+        >>> import numpy as np
+        >>> FieldExtents(start=64, stride=100, nbytes=12).locate(np.array([0, 2]))
+        (array([ 64, 264]), array([12, 12]))
+    """
 
     file: int = 0
-    """Which of :attr:`Extents.files` holds the bytes."""
+    """Index in :attr:`Extents.files` of the file that holds the bytes."""
     start: int = 0
-    """Position of the first sample, when the stride is constant."""
+    """Position of the first sample, if the stride is constant."""
     stride: int = 0
-    """Distance between neighbours, when it is constant."""
+    """Distance between neighbouring samples, if the distance is constant."""
     nbytes: int = 0
-    """Bytes of each sample, when :attr:`sizes` is None."""
+    """Size of each sample, if :attr:`sizes` is None."""
     offsets: Int64s | None = None
-    """Position of each sample, (samples,), when no stride is constant."""
+    """Position of each sample, (samples,); None if the stride is constant."""
     sizes: Int64s | None = None
-    """Bytes of each sample, (samples,), when they differ."""
+    """Size of each sample, (samples,); None if all samples have the same size."""
     shapes: Int64s | None = None
-    """Shape of each sample's array, (samples, rank), of a ragged field."""
+    """Shape of the array of each sample, (samples, rank), for a ragged field; otherwise None."""
     column: npt.NDArray[Any] | None = None
-    """The values themselves, (samples,), of a scalar field; the numbers above are then not used."""
+    """The values themselves, (samples,), for a scalar field, which does not use the numbers above; otherwise None."""
 
     def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """Positions and sizes in bytes of the samples at ``indices``, two int64 arrays of that shape."""
+        """Return the positions and sizes of samples in the file.
+
+        Args:
+            indices: Numbers of samples in the shard, int64, of any shape.
+
+        Returns:
+            Positions and sizes in bytes, two int64 arrays in the shape of ``indices``.
+        """
         offsets = self.start + self.stride * indices if self.offsets is None else self.offsets[indices]
         sizes = np.full(indices.shape, self.nbytes, dtype=np.int64) if self.sizes is None else self.sizes[indices]
         return offsets, sizes
@@ -70,19 +96,35 @@ class FieldExtents:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The extents of one shard or part."""
+    """The extents of one shard, or of one file of an exported folder.
+
+    Args:
+        samples: Number of samples.
+        files: Names of the files that hold the bytes, relative to the folder of the shard, with ``/`` between folders.
+        fields: Extents of each field by name, in the order of the schema.
+        checksums: xxh3-64 of each value, uint64, (fields, samples), fields in the order of the schema.
+
+    Example:
+        >>> import numpy as np
+        >>> from cachetool.core.schema import Field, Schema
+        >>> schema = Schema((Field("x", "<f4", (3,)),))
+        >>> field = FieldExtents(stride=12, nbytes=12)
+        >>> extents = Extents(2, ("data.bin",), {"x": field}, np.zeros((1, 2), dtype=np.uint64))
+        >>> Extents.from_buffer(extents.to_bytes(), schema=schema).fields["x"].stride
+        12
+    """
 
     samples: int
     """Number of samples."""
     files: tuple[str, ...]
-    """The files that hold the bytes, relative to the folder of the shard, ``/`` between parts."""
+    """Names of the files that hold the bytes, relative to the folder of the shard, with ``/`` between folders."""
     fields: Mapping[str, FieldExtents]
-    """Extents of each field, in the order of the schema."""
+    """Extents of each field by name, in the order of the schema."""
     checksums: npt.NDArray[np.uint64]
     """xxh3-64 of each value, (fields, samples), fields in the order of the schema."""
 
     def to_bytes(self) -> bytes:
-        """The content of ``extents.bin``."""
+        """Return the content of ``extents.bin``."""
         arrays: list[npt.NDArray[Any]] = []
         table: list[dict[str, Any]] = []
         position = 0
@@ -127,12 +169,23 @@ class Extents:
 
     @classmethod
     def from_buffer(cls, buffer: Any, *, schema: Schema, name: str = EXTENTS_FILE) -> Extents:
-        """The extents in ``buffer`` (bytes, a memory map), their arrays views of it.
+        """Read extents from the content of an extents file.
 
-        Raises :class:`CorruptError`, naming ``name``, when the buffer is cut short or does not fit ``schema``.
+        Args:
+            buffer: The content: bytes or a memory map. The arrays of the result are views of it.
+            schema: The schema of the shard.
+            name: Name of the file, for the message of an error. Default: ``extents.bin``.
+
+        Returns:
+            The extents.
+
+        Raises:
+            CorruptError: If the buffer is cut short or does not fit ``schema``.
         """
         try:
             return cls._parse(memoryview(buffer).cast("B"), schema)
+        # The file may come from somebody else. These are the errors that the JSON parser, NumPy and the code below
+        # raise for a garbled header; RecursionError is for one of deeply nested brackets.
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptError(f"{name} is not a whole extents file: {error}") from error
 
@@ -147,6 +200,7 @@ class Extents:
                 else "wrong magic"
             )
         (length,) = struct.unpack("<Q", view[8:16])
+        # Without this check a damaged length would select less than the header, and the message would be about JSON.
         if length > len(view) - 16:
             raise ValueError("header cut short")
         header = _header(bytes(view[16 : 16 + length]), schema)
@@ -169,26 +223,29 @@ class Extents:
 
 
 _Array = tuple[np.dtype[Any], int, tuple[int, ...], int]
-"""Type of its values, how many, shape, position."""
+"""One array of an extents file: the dtype of its values, their number, its shape, its position in bytes."""
 
 
 class _Header(NamedTuple):
-    """What a header says, checked."""
+    """The checked content of a header."""
 
     schema: Schema
     samples: int
     files: tuple[str, ...]
     fields: list[tuple[tuple[int, int, int, int], list[_Array | None]]]
-    """File, start, stride, bytes of a value; offsets, sizes, shapes, column."""
+    """Numbers and arrays of each field: file, start, stride, size of a value; offsets, sizes, shapes, column."""
     checksums: _Array
 
 
+# Parsed headers by their text. The shards of one dataset have few different headers, and a feeder opens hundreds of
+# shards at the beginning of an epoch. At most 64 headers of at most 64 KiB are kept, because a large header, or a cache
+# with many different ones, would fill the memory.
 _headers: dict[bytes, _Header] = {}
 _KEPT, _LONG = 64, 2**16
 
 
 def _header(text: bytes, schema: Schema) -> _Header:
-    """The header with this text. Shards of one dataset have few different ones, which are parsed once."""
+    """Return the header with this text, parsed at most once while the text is kept."""
     header = _headers.get(text)
     if header is None or header.schema != schema:
         header = _parsed(text, schema)
@@ -200,11 +257,14 @@ def _header(text: bytes, schema: Schema) -> _Header:
 
 
 def _parsed(text: bytes, schema: Schema) -> _Header:
+    # No library checks this header, so each value that becomes a path, a position or a size is checked here.
     header = json.loads(text)
     samples = int(header["samples"])
     if samples < 0:
         raise ValueError(f"{samples} samples")
     for file in header["files"]:
+        # The reader opens these names relative to the folder of the shard. An absolute name or one with ".." would make
+        # it map any file of the user.
         if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
             raise ValueError(f"{file!r} is not a name inside of the folder")
 
@@ -215,6 +275,8 @@ def _parsed(text: bytes, schema: Schema) -> _Header:
         if tuple(entry["shape"]) != shape:
             raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
         dtype = storage_dtype(entry["dtype"])
+        # storage_dtype() returns the little-endian form of any dtype, so a big-endian array would be read as other
+        # numbers. to_bytes() aligns every array, so an array at another position was not written by cachetool.
         if dtype.str != entry["dtype"] or entry["at"] % _ALIGN:
             raise ValueError(f"array {index} has dtype {entry['dtype']} and lies at {entry['at']}")
         return dtype, math.prod(shape), shape, int(entry["at"])
@@ -237,7 +299,7 @@ def _parsed(text: bytes, schema: Schema) -> _Header:
 def _check(
     numbers: tuple[int, int, int, int], arrays: list[_Array | None], field: Field, files: int, samples: int
 ) -> None:
-    """Raise ValueError unless the extents are those of such a field."""
+    """Raise ValueError unless the extents fit the field."""
     (file, start, stride, nbytes), (offsets, sizes, shapes, column) = numbers, arrays
     good = all(array[0] == np.int64 for array in (offsets, sizes, shapes) if array is not None)
     if field.is_scalar:
@@ -246,7 +308,8 @@ def _check(
         good = good and column is None and 0 <= file < files
         good = good and (field.kind != "fixed" or (sizes is None and nbytes == field.nbytes))
         good = good and (field.kind != "ragged" or shapes is not None)
-        # Positions are computed with 64 bits, which must not wrap around to some that are inside of the file.
+        # locate() computes positions in int64. A product that wraps around could point to a place inside the file that
+        # belongs to another sample. Python integers do not wrap around, so this check is exact.
         last = start + stride * max(0, samples - 1)
         good = good and min(start, last, nbytes) >= 0
         good = good and max(start, last, nbytes) <= _FARTHEST

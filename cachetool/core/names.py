@@ -1,13 +1,13 @@
-"""Names that become paths, checked where they are read and made of nothing else.
+"""Types for names that become paths; each is checked when it is made.
 
-A catalog, a ``shard.json`` or a message from another node may come from somebody else, who may write into it what he
-likes. Text out of it leads nowhere before it is one of these::
+A catalog, a ``shard.json`` or a message from another node may come from somebody else, who can write any text into it.
+A path may therefore be built only from these types::
 
-    Name   one file or folder: no separator, not ``..``, nothing that a path could leave its folder by
+    Name   one file or folder: no separator, not ``..``, nothing by which a path could leave its folder
     Id     a Name of sixteen hexadecimal digits: shards, sources (their listings and records), holders
 
-What makes or removes files takes these types, and asks for them at run time too: a row's value is ``Any`` to a type
-checker.
+Functions that create or remove files take these types, and check them at run time too, because a value from a row of
+the catalog is ``Any`` to a type checker.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ __all__ = ["Id", "Name"]
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _LONGEST = 255
-"""Bytes of a name on every file system that caches lie on."""
+"""Longest name in bytes on every file system that a cache may lie on."""
 
 
 class Name(str):
-    """The name of one file or folder in a folder of ours. Raises :class:`CatalogError` for text that is none."""
+    """The name of one file or folder inside a folder of cachetool. Raises :class:`CatalogError` for any other text."""
 
     __slots__ = ()
     _what = "a file"
 
     def __new__(cls, text: object) -> Self:
-        """Take ``text`` if it is such a name."""
+        """Return ``text`` as a name. Raise :class:`CatalogError` if it cannot be one."""
         if isinstance(text, cls):
             return text
         if not isinstance(text, str) or not cls._fits(text):
             raise CatalogError(
-                f"{shown(text)} is no name of {cls._what}, and cachetool never wrote it: nothing was changed;\n"
-                "a folder from somebody you do not trust is best deleted; one of your own:"
+                f"{shown(text)} is no name of {cls._what}, so cachetool did not write it; nothing was changed;\n"
+                "if you do not trust the origin of this cache, delete it; otherwise run:"
                 " cachetool verify --repair --cache CACHE"
             )
         return super().__new__(cls, text)
@@ -54,12 +54,12 @@ class Name(str):
 
     @classmethod
     def fits(cls, text: object) -> bool:
-        """Whether ``text`` is one."""
+        """Return True if ``text`` can be such a name."""
         return isinstance(text, str) and cls._fits(text)
 
 
 class Id(Name):
-    """What the catalog calls a shard, a source or a holder."""
+    """The id of a shard, a source or a holder in the catalog: sixteen hexadecimal digits."""
 
     __slots__ = ()
     _what = "a shard, a source or a holder"
@@ -70,5 +70,7 @@ class Id(Name):
 
     @classmethod
     def new(cls) -> Self:
-        """One that nothing has yet."""
+        """Return a new random id."""
+        # 64 random bits: processes choose ids without asking each other. secrets, because a user's random.seed() would
+        # make two processes choose the same ids.
         return cls(secrets.token_hex(8))

@@ -1,4 +1,4 @@
-"""Machines that work together: what each is called, and where its cache lies.
+"""Nodes: machines with a cache each, their names, and the place of each cache.
 
 ::
 
@@ -20,9 +20,9 @@ from cachetool.core.errors import UsageError
 __all__ = ["LABEL", "PLACE", "Node", "address_option", "cache_of", "namesakes", "node_of"]
 
 PLACE = "{node}"
-"""In the name of a cache folder: where the node's name goes."""
+"""Text in the name of a cache folder that stands for the name of the node."""
 LABEL = "cachetool.node"
-"""The label of a Ray node that names it: ``ray start --labels cachetool.node=NAME``."""
+"""Label of a Ray node that names it: ``ray start --labels cachetool.node=NAME``."""
 
 _PART = re.compile(r"[\w.-]+", flags=re.ASCII)
 _ADDRESS = re.compile(r"[\d.]+|[\da-fA-F:.]*:[\da-fA-F:.]*")
@@ -30,40 +30,47 @@ _ADDRESS = re.compile(r"[\d.]+|[\da-fA-F:.]*:[\da-fA-F:.]*")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of a cluster, or what plays one."""
+    """One machine of a cluster, or a process that stands for one in a test."""
 
     id: str
-    """Of this life of the node; another one when it comes back."""
+    """Ray's id of this node, which changes when the node is started again."""
     name: str
-    """The same when it comes back; can be one part of a path."""
+    """Name of the node, which stays when the node is started again; it can be one component of a path."""
     address: str
 
 
 def node_of(row: Mapping[str, Any]) -> Node:
-    """A node as Ray describes it (``ray.nodes()``): called by its label, else by the ``--node-name`` it was started
-    with, else by its host's name. Raises :class:`UsageError` for a name that cannot be part of a path."""
+    """Return the node that Ray describes by a row of ``ray.nodes()``.
+
+    The name is the label :data:`LABEL`, otherwise the ``--node-name`` that the node was started with, otherwise the
+    name of its host. Raises :class:`UsageError` for a name that cannot be a component of a path.
+    """
     given, address = str(row.get("NodeName") or ""), str(row.get("NodeManagerAddress") or "")
     name = str((row.get("Labels") or {}).get(LABEL) or "")
-    if not name and not _ADDRESS.fullmatch(given):  # without a name Ray calls it by its address
+    # Ray reports the address as the node's name if none was given. The address may change when the node is started
+    # again, and the node would then not find its cache.
+    if not name and not _ADDRESS.fullmatch(given):
         name = given
     name = name or str(row.get("NodeManagerHostname") or "") or address
+    # The name becomes a folder below the user's path, so a name such as "../other" from a node must not leave that
+    # path.
     if not _PART.fullmatch(name) or name in (".", ".."):
         raise UsageError(
-            f"a node is called {name!r}, which cannot name a folder of its own; start it with: ray start --node-name"
+            f"a node is called {name!r}, which cannot name a folder; start it with: ray start --node-name NAME"
         )
     return Node(str(row["NodeID"]), name, address)
 
 
 def address_option(address: str | None) -> str:
-    """`` --address HOST:PORT`` for a command in a message, where one was named."""
+    """Return `` --address HOST:PORT`` for a command in a message; empty if the user named no address."""
     return "" if address is None else f" --address {shlex.quote(address)}"
 
 
 def namesakes(nodes: Iterable[Node]) -> dict[str, int]:
-    """Names that more than one node has, and how many have them."""
+    """Return the names that more than one node has, each with the number of nodes that have it."""
     return {name: count for name, count in Counter(node.name for node in nodes).items() if count > 1}
 
 
 def cache_of(cache: str, node: Node) -> str:
-    """The cache folder of a node."""
+    """Return the cache folder of a node: ``cache`` with the node's name in place of ``{node}``."""
     return cache.replace(PLACE, node.name)

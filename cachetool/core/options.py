@@ -1,14 +1,14 @@
-"""Options declared once: a class whose fields say name, type, default, check and help of what a command takes.
+"""Options of commands, declared once: the fields of a class state name, type, default, check and help.
 
 ::
 
     class PullOptions(Options):                  cachetool pull --samples N      a parameter of Typer
         samples: Annotated[int | None,    -->    Cache.pull(samples=N)           a keyword that help() and mypy see
             Option("Draw N.", "N")] = None       {"samples": N}                  JSON for child processes
-                                                 a row of docs/options.md
+                                                 a line of docs/reference/commands.md and api.md
 
-A field without an :class:`Option` is no keyword: other code sets it, and it crosses processes with the rest. A class
-takes over the options of its base class, so that :meth:`Options.only` gives each room those that are its own.
+A field without an :class:`Option` is not a keyword: code sets it, and it is sent to child processes with the other
+fields. A class inherits the options of its base class; :meth:`Options.only` returns the part of one base class.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
@@ -36,6 +37,7 @@ from typing import (
     overload,
 )  # fmt: skip
 
+from cachetool.core.docstrings import with_arguments
 from cachetool.core.errors import UsageError
 from cachetool.core.units import (
     parse_choice,
@@ -57,8 +59,10 @@ __all__ = [
     "Policy",
     "RoomWait",
     "Workers",
+    "arguments",
     "choice",
     "declared",
+    "documents",
     "takes",
     "unknown_option",
 ]
@@ -69,62 +73,84 @@ _R = TypeVar("_R")
 _S = TypeVar("_S")
 _A = TypeVar("_A")
 _B = TypeVar("_B")
+_C = TypeVar("_C", bound=type[Any])
 
 
 class Check(Protocol):
-    """A function that gives the value to use, or raises :class:`UsageError`, in which ``what`` names the option."""
+    """A function that returns the value to use, or raises :class:`UsageError` with the option's name ``what``."""
 
     def __call__(self, value: Any, *, what: str) -> Any:
-        """The value to use."""
+        """Return the value to use."""
         ...
 
 
 @dataclass(frozen=True)
 class Option:
-    """The meaning of an option, for its reader, and the check of its value."""
+    """The description of an option: its help for the user and the check of its value.
+
+    Args:
+        help: One or two sentences for the user.
+        metavar: Placeholder of the value in the help of the command line. Default: None, for a switch.
+        check: Function that returns the value to use, or raises :class:`UsageError`. Default: None, any value.
+        flag: Name on the command line. Default: None, ``--`` and the name of the field.
+        words: Function from the list of the given texts to the value, for an option that may be given several times.
+            Default: None, the option is given once.
+        command_line: False for a keyword of Python alone; its value is not part of the JSON either. Default: True.
+
+    Example:
+        >>> from typing import Annotated
+        >>> Depth = Annotated[int, Option("Depth of the search.", "N", parse_count)]
+    """
 
     help: str
     metavar: str | None = None
-    """Stands for the value in the help of the command line; None for a switch."""
+    """Placeholder of the value in the help of the command line; None for a switch."""
     check: Check | None = None
     flag: str | None = None
-    """On the command line; None: ``--`` and the name of the field."""
+    """Name on the command line; None: ``--`` and the name of the field."""
     words: Callable[[list[str]], Any] | None = None
-    """Makes the value of an option that may be given several times."""
+    """Function from the list of given texts to the value, for an option that may be given several times."""
     command_line: bool = True
-    """False for a keyword of Python alone, which is no JSON either."""
+    """False for a keyword of Python alone, whose value is not part of the JSON either."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """An option where it is declared."""
+    """An option as one field of a class of options declares it.
+
+    Args:
+        name: Name of the field and of the keyword.
+        option: The description.
+        hint: Type of the field, without the description.
+        default: Value of an option that is not given; ``dataclasses.MISSING`` if a value is required.
+    """
 
     name: str
     option: Option
     hint: Any
-    """The type of the field, without the option."""
+    """Type of the field, without the :class:`Option`."""
     default: Any
-    """``MISSING`` where a value must be given."""
+    """Value of an option that is not given; ``MISSING`` if a value is required."""
 
     @property
     def flag(self) -> str:
-        """The option on the command line: ``--shard-size``, ``--key/--no-key``."""
+        """Name on the command line: ``--shard-size``, ``--key/--no-key``."""
         return self.option.flag or f"--{self.name.replace('_', '-')}"
 
     def parameter(self) -> inspect.Parameter:
-        """The keyword of Python."""
+        """Return the option as a keyword-only parameter of a Python function."""
         default = inspect.Parameter.empty if self.default is MISSING else self.default
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=self.hint)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that a value may have."""
+        """Types that a value may have: the members of a union, otherwise the one type."""
         return get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
 
 
 @cache
 def _declared(options: type[Options]) -> Mapping[str, Declared]:
-    """The options of a class by name, its own before those of its base class."""
+    """Return the options of a class by name, its own before those of its base classes."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     defaults |= {
         field.name: field.default_factory()
@@ -136,53 +162,102 @@ def _declared(options: type[Options]) -> Mapping[str, Declared]:
     found = {}
     for name in names:
         extras = getattr(hints[name], "__metadata__", ())
+        # A ClassVar has a hint but is no field of the dataclass, and a field without an Option has no extras; neither
+        # is an option.
         if extras and name in defaults:
             found[name] = Declared(name, extras[0], get_args(hints[name])[0], defaults[name])
     return found
 
 
 def unknown_option(name: str, names: Iterable[str]) -> UsageError:
-    """The error about an option that is none of these ``names``, with the one that is meant."""
+    """Return the error for an option that does not exist, with the most similar name.
+
+    Args:
+        name: The unknown name.
+        names: All names that exist.
+
+    Returns:
+        A :class:`UsageError`, which the caller raises.
+
+    Example:
+        >>> str(unknown_option("sample", ["samples", "seed"]))
+        "unknown option 'sample'; do you mean samples=?"
+    """
     near = difflib.get_close_matches(name, names := list(names), 1)
-    hint = f"do you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
+    hint = f"do you mean {near[0]}=?" if near else f"choose one of {', '.join(names)}"
     return UsageError(f"unknown option {name!r}; {hint}")
 
 
 def declared(options: type[Options]) -> Mapping[str, Declared]:
-    """The options of a class by name, its own before those of its base class."""
+    """Return the options of a class, its own before those of its base classes.
+
+    Args:
+        options: A class of options.
+
+    Returns:
+        Name to declaration.
+    """
     return _declared(options)  # type: ignore[arg-type] # mypy takes the hash of a class for that of its values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a verb: one frozen value that checks itself. Raises :class:`UsageError` when made wrongly."""
+    """Base class of the options of a command: a frozen value that checks itself when it is made.
+
+    A subclass is a frozen, keyword-only dataclass whose fields are annotated with an :class:`Option`.
+
+    Raises:
+        UsageError: If a value cannot be used. The message names the option.
+
+    Example:
+        >>> from typing import Annotated
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class SearchOptions(Options):
+        ...     depth: Annotated[int, Option("Depth of the search.", "N", parse_count)] = 3
+        >>> SearchOptions.of({"depth": 5}).to_json()
+        {'depth': 5}
+    """
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Keywords that somebody may look for here, and what to do instead."""
+    """Keywords that a user may expect here, each with the text that says what to use instead."""
 
     def __post_init__(self) -> None:
         for name, about in declared(type(self)).items():
             value, check = getattr(self, name), about.option.check
+            # A union of bool and str, such as True or a name, has a check of its own; parse_flag() would refuse the
+            # names.
             if check is None and bool in about.kinds and str not in about.kinds:
                 check = parse_flag
+            # None means "not given" if it is the default, and no check accepts it.
             if check is not None and not (value is None and about.default is None):
                 self._set(name, check(value, what=about.flag.partition("/")[0]))
         self._check()
 
     def _set(self, name: str, value: object) -> None:
+        # The dataclass is frozen, so that options cannot change after their check; only the checks may set a field.
         object.__setattr__(self, name, value)
 
     def _check(self) -> None:
-        """Check what no option alone decides."""
+        """Check conditions that involve several options; subclasses override it."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options with these keywords. Raises :class:`UsageError`, for a name that is none as well."""
+        """Build the options from keywords.
+
+        Args:
+            given: Keyword to value.
+
+        Returns:
+            The checked options.
+
+        Raises:
+            UsageError: If a name is unknown, a required option is missing, or a value cannot be used.
+        """
         names = declared(cls)
         for name in given:
             if name not in names:
                 if name in cls.elsewhere:
-                    raise UsageError(f"there is no {name}= here; {cls.elsewhere[name]}")
+                    raise UsageError(f"{name}= cannot be used here; {cls.elsewhere[name]}")
                 raise unknown_option(name, names)
         for name, about in names.items():
             if about.default is MISSING and name not in given:
@@ -190,18 +265,35 @@ class Options:
         return cls(**given)
 
     def only(self, base: type[_T]) -> _T:
-        """The options that ``base``, a base class, has."""
+        """Return the options that a base class declares.
+
+        Args:
+            base: A base class of this class.
+
+        Returns:
+            A value of class ``base`` with the fields that it has.
+        """
         return base(**{field.name: getattr(self, field.name) for field in dataclasses.fields(base)})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the options as plain values, for a child process. Keywords of Python alone are left out."""
         only_python = {name for name, about in declared(type(self)).items() if not about.option.command_line}
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in values.items() if name not in only_python}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The options that :meth:`to_json` described. Raises :class:`UsageError` when ``value`` is none."""
+        """Rebuild the options that :meth:`to_json` described.
+
+        Args:
+            value: Name to plain value.
+
+        Returns:
+            The checked options.
+
+        Raises:
+            UsageError: If ``value`` does not describe options of this class.
+        """
         try:
             return cls(**value)
         except TypeError as error:
@@ -220,7 +312,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Takes(Generic[_P, _O]):
-    """Decorates functions whose last parameter is a value of one class of options."""
+    """A decorator for functions whose last parameter is a value of one class of options."""
 
     def __init__(self, options: Callable[_P, _O]) -> None:
         self._options = cast("type[Options]", options)
@@ -237,25 +329,80 @@ class _Takes(Generic[_P, _O]):
 
         @wraps(function)
         def call(*places: Any, **given: Any) -> Any:
+            # The function's own parameters may be given by name too. They are taken out first, because Options.of()
+            # refuses names that are no options.
             named = {parameter.name: given.pop(parameter.name) for parameter in own if parameter.name in given}
             return function(*places, **named, **{last.name: options.of(given)})
 
+        # help(), notebooks and Typer read the signature at run time, where they would see only **given. mypy reads the
+        # overloads above instead.
         call.__signature__ = inspect.Signature([*own, *(one.parameter() for one in about)])  # type: ignore[attr-defined]
-        listed = "\n".join(f"    {one.name}: {one.option.help}" for one in about)
-        call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}\n"
+        if function.__name__ != "__init__":  # whose class has the docstring: see documents
+            call.__doc__ = with_arguments(function.__doc__, arguments(options))
         return call
 
 
 def takes(options: Callable[_P, _O]) -> _Takes[_P, _O]:
-    """Let a function whose last parameter is a value of the class ``options`` take these options as keywords instead.
+    """Let a function whose last parameter is a value of class ``options`` take these options as keywords.
 
-    Type checkers and ``help()`` see the keywords. A call raises :class:`UsageError` for options that cannot be used.
+    Type checkers and ``help()`` see the keywords, and the docstring describes them. A call raises :class:`UsageError`
+    for options that cannot be used.
+
+    Args:
+        options: A class of options.
+
+    Returns:
+        A decorator, which also appends the help of all options to the docstring.
+
+    Example:
+        >>> @takes(Options)
+        ... def pull(url: str, options: Options) -> str:
+        ...     return url
+        >>> pull("s3://bucket")
+        's3://bucket'
     """
     return _Takes(options)
 
 
+def arguments(options: type[Options]) -> dict[str, str]:
+    """Return a line for the section ``Args:`` of a docstring for each option of a class."""
+    lines = {}
+    for name, one in declared(options).items():
+        words = [f"{name}: {one.option.help}"]
+        if "|" in (values := one.option.metavar or ""):
+            words.append(f"Values: {values}.")
+        if one.default not in (MISSING, None, (), {}) and one.option.command_line:
+            words.append(f"Default: {one.default!r}.")
+        lines[name] = textwrap.fill(
+            " ".join(words), 100, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False
+        )
+    return lines
+
+
+def documents(options: Callable[..., Options]) -> Callable[[_C], _C]:
+    """Let the docstring of a class, whose constructor takes the class ``options``, describe these options too."""
+
+    def decorate(cls: _C) -> _C:
+        if cls.__doc__:  # Python has no docstrings with -OO
+            cls.__doc__ = with_arguments(cls.__doc__, arguments(cast("type[Options]", options)))
+        return cls
+
+    return decorate
+
+
 def choice(*values: str) -> Check:
-    """The check of an option that has one of these values."""
+    """Return the check of an option that takes one of some texts.
+
+    Args:
+        values: The texts.
+
+    Returns:
+        A function that returns the value, or raises :class:`UsageError` if it is none of ``values``.
+
+    Example:
+        >>> choice("local", "ray")("ray", what="--on")
+        'ray'
+    """
 
     def check(value: Any, *, what: str) -> str:
         return parse_choice(value, values, what=what)
@@ -265,25 +412,33 @@ def choice(*values: str) -> Check:
 
 # -- options of several commands ---------------------------------------------------------------------------------------
 
-Workers = Annotated[int, Option("Processes that work side by side.", "N", parse_workers)]
-"""``--workers``."""
-MinEpochs = Annotated[int, Option("Keep a shard until K epochs of training used it.", "K", parse_count)]
-"""``--min-epochs``."""
+Workers = Annotated[int, Option("Number of worker processes.", "N", parse_workers)]
+"""Type of ``--workers``: number of processes."""
+MinEpochs = Annotated[int, Option("Keep a shard until K training epochs have read it.", "K", parse_count)]
+"""Type of ``--min-epochs``: number of training epochs for which a shard is kept."""
 Policy = Annotated[
-    str, Option("Which shards go first: oldest, most-used, lru (longest not used) or random.", "NAME", parse_text)
+    str, Option("Shards to evict first: oldest, most-used, lru (least recently used) or random.", "NAME", parse_text)
 ]
-"""``--policy``, a name that :mod:`cachetool.cache.policies` checks."""
-RoomWait = Annotated[float | str, Option("How long to wait for room that readers hold.", "TIME", parse_duration)]
-"""``--wait``."""
+"""Type of ``--policy``: name of an eviction policy, which :mod:`cachetool.cache.policies` checks."""
+RoomWait = Annotated[float | str, Option("How long to wait for space that readers hold.", "TIME", parse_duration)]
+"""Type of ``--wait``: seconds, or a text such as ``10min``."""
 On = Annotated[
-    str, Option("Work here, or on all nodes of a Ray cluster, a cache on each.", "local|ray", choice("local", "ray"))
+    str,
+    Option(
+        "Run on this machine, or on all nodes of a Ray cluster, each with its own cache.",
+        "local|ray",
+        choice("local", "ray"),
+    ),
 ]
-"""``--on``."""
+"""Type of ``--on``: ``local`` or ``ray``."""
 Address = Annotated[
-    str | None, Option("Of the Ray cluster. Default: the one that runs here, or a new one.", "HOST:PORT", parse_text)
+    str | None,
+    Option(
+        "Address of the Ray cluster. Default: a cluster running on this machine, or a new one.", "HOST:PORT", parse_text
+    ),
 ]
-"""``--address``."""
+"""Type of ``--address``: address of a Ray cluster."""
 OnError = Annotated[
-    str, Option("A bad object is an error, or is skipped (up to 1 %).", "error|skip", choice("error", "skip"))
+    str, Option("Stop at a bad object, or skip it (up to 10 or 1 %).", "error|skip", choice("error", "skip"))
 ]
-"""``--on-error``."""
+"""Type of ``--on-error``: ``error`` or ``skip``."""

@@ -1,4 +1,4 @@
-"""What long work tells whoever waits for it: one frozen value at a time, handed to a callable."""
+"""Progress of long work: one frozen value at a time, passed to a callable."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ __all__ = ["Progress", "Report", "silent"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a piece of work stands."""
+    """The progress of a pull, a conversion or a check, as handed to ``progress=``."""
 
     phase: str
-    """``list``, ``fetch``, ``schema``, ``pull``, ``convert`` or ``verify``."""
+    """Name of the phase: ``list``, ``fetch``, ``schema``, ``pull``, ``convert`` or ``verify``."""
     done: int
-    """Objects listed, bytes fetched, or samples."""
+    """Number of objects listed, of bytes fetched, or of samples."""
     total: int | None = None
-    """Of how many; None when unknown."""
+    """The number at the end; None when unknown."""
     bytes: int = 0
-    """Moved so far in this phase."""
+    """Bytes moved so far in this phase."""
     note: str = ""
-    """A few more words."""
+    """More words for the user."""
     flying: int = 0
-    """Requests in flight."""
+    """Number of requests in flight."""
     retries: int = 0
-    """Requests that were sent again, by the clients of HTTP, Hugging Face and SFTP. Those of S3, Google Cloud and Azure
-    are not counted: obstore sends again by itself and tells nobody."""
+    """Number of requests that were sent again by the clients for HTTP, Hugging Face and SFTP. Retries of S3, Google
+    Cloud and Azure are not counted, because obstore retries by itself and does not report it."""
     used: int = 0
-    """Bytes charged against the cap of the cache, as last looked at."""
+    """Bytes that count against the cap, as last measured."""
     cap: int = 0
-    """0 where no cache is filled."""
+    """The cap in bytes; 0 where no cache is filled."""
     evicted: int = 0
-    """Shards that went to make room for this work."""
+    """Number of shards evicted for this work."""
     shards: int = 0
-    """Committed by this work."""
+    """Number of shards that this work committed."""
 
 
 Report = Callable[[Progress], None]
 
 
 def silent(progress: Progress) -> None:
-    """The report that tells nobody."""
+    """Ignore the progress."""

@@ -1,8 +1,9 @@
 """Half-open ranges ``(start, stop)`` of whole numbers: draws of a pass, samples of an epoch.
 
-As a set of numbers ranges may come in any order, overlap, and be lists out of JSON; the sets returned are sorted, apart
-and without empty ranges. As a sequence (:func:`positions`, :func:`joined`, :func:`between`) ranges keep their order:
-the draws of a shard are in the order of its samples.
+Functions that treat ranges as a set of numbers accept them in any order, overlapping, and as lists from JSON. The sets
+that they return are sorted, disjoint and without empty ranges. The functions :func:`positions`, :func:`joined` and
+:func:`between` treat ranges as a sequence and keep their order, because the draws of a shard are in the order of its
+samples.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ Ranges = tuple[Range, ...]
 
 
 def pairs(ranges: Iterable[Iterable[int]]) -> Ranges:
-    """Return ranges that were lists in JSON, otherwise as they are."""
+    """Convert ranges that may be lists from JSON to tuples; their order and content stay."""
     return tuple((start, stop) for start, stop in ranges)
 
 
 def runs(start: int, flags: npt.NDArray[np.bool_]) -> Ranges:
-    """Return the ranges of the numbers from ``start`` on whose flag is set."""
+    """Return the ranges of the numbers whose flag is set; ``flags[0]`` belongs to the number ``start``."""
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)) + start
     return pairs(edges.reshape(-1, 2).tolist())
 
 
 def positions(ranges: Iterable[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return all numbers in these ranges, int64 (:func:`total`,)."""
+    """Return all numbers in these ranges in their order, int64, (:func:`total`,)."""
+    # The empty array gives a result for no ranges, for which np.concatenate() alone raises an error, and fixes the
+    # dtype.
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(start, stop) for start, stop in ranges)])
 
 
 def total(ranges: Iterable[Sequence[int]]) -> int:
-    """Return how many numbers these ranges have, which are apart."""
+    """Return the sum of the lengths of these ranges, which must be disjoint."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -65,7 +68,7 @@ def joined(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def between(ranges: Iterable[Sequence[int]], first: int, last: int) -> Ranges:
-    """Return the numbers of a sequence of ranges from the one at ``first`` to the one before ``last``."""
+    """Return the numbers of a sequence of ranges whose index is from ``first`` to below ``last``."""
     out, at = [], 0
     for start, stop in ranges:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -76,7 +79,7 @@ def between(ranges: Iterable[Sequence[int]], first: int, last: int) -> Ranges:
 
 
 def union(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return the numbers that are in any of ``ranges``."""
+    """Return the numbers that are in at least one of ``ranges``."""
     return joined(sorted(pairs(ranges)))
 
 
@@ -85,6 +88,8 @@ def difference(ranges: Iterable[Sequence[int]], others: Iterable[Sequence[int]])
     left: list[Range] = []
     holes = union(others)
     for start, stop in union(ranges):
+        # Bisection finds the holes that overlap this range. A scan of all holes for each range would take quadratic
+        # time, and a source may have many claims.
         for low, high in holes[bisect_right(holes, start, key=itemgetter(1)) : bisect_left(holes, (stop,))]:
             left.append((start, low))
             start = high
@@ -93,6 +98,6 @@ def difference(ranges: Iterable[Sequence[int]], others: Iterable[Sequence[int]])
 
 
 def overlaps(ranges: Sequence[Range], start: int, stop: int) -> bool:
-    """Return True if one of ``ranges``, which are sorted and apart, has a number from ``start`` to below ``stop``."""
+    """Return True if a range contains a number from ``start`` to below ``stop``; ``ranges`` is sorted and disjoint."""
     after = bisect_left(ranges, (stop,))
     return after > 0 and ranges[after - 1][1] > start

@@ -1,17 +1,17 @@
-"""What a sample is made of: named, typed, shaped fields in a fixed order.
+"""Schemas: the named, typed, shaped fields of a sample in a fixed order.
 
-A field is one of four kinds, decided by ``dtype`` and ``shape`` alone:
+A field has one of four kinds, which only ``dtype`` and ``shape`` decide:
 
-========  =================================  =======================================
-kind      declared as                        a sample holds
-========  =================================  =======================================
-fixed     ``Field("x", "<f4", (3, 64))``     an array of that shape; ``()`` is a scalar
-ragged    ``Field("x", "<f4", (None, None))`` an array of that rank, sizes differ by sample
-bytes     ``Field("x", "bytes")``            a byte string
-str       ``Field("x", "str")``              text, stored as UTF-8
-========  =================================  =======================================
+======  ===================================  =================================================
+kind    declared as                          a sample holds
+======  ===================================  =================================================
+fixed   ``Field("x", "<f4", (3, 64))``       an array of that shape; ``()`` is a scalar
+ragged  ``Field("x", "<f4", (None, None))``  an array of that rank; its sizes differ by sample
+bytes   ``Field("x", "bytes")``              a byte string
+str     ``Field("x", "str")``                text, stored as UTF-8
+======  ===================================  =================================================
 
-Bytes on disk are always little-endian. ``object`` arrays are refused: they could only be pickled.
+Bytes on the disk are always little-endian. ``object`` arrays are refused, because they could only be stored by pickle.
 """
 
 from __future__ import annotations
@@ -34,38 +34,51 @@ from cachetool.core.text import plain, shown
 __all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
-"""What a field is, which decides how every format stores it."""
+"""The kind of a field, which decides how every format stores it."""
 
 KEY = "__key__"
-"""The field that names a sample by where it came from."""
+"""Name of the field that identifies a sample by its origin, such as the key of an object."""
 
 _NAME = re.compile(r"[A-Za-z0-9_+\- .]+(/[A-Za-z0-9_+\- .]+)*")
-# What formats call their own: arrays beside those of a field, Zarr's metadata, the notes in an LMDB file.
+# Names that formats use inside a shard themselves: the arrays of offsets and shapes beside a field, the metadata files
+# of Zarr, the notes in an LMDB file. A field of such a name would overwrite them.
 _RESERVED = re.compile(r"\.(offsets|shapes)(/|$)|/shape$|(^|/)zarr\.json(/|$)|^__(len|schema)__$")
 MAX_RANK = 32
 MAX_FIELDS = 4096
-"""Of one sample: every shard, row of the catalog and message repeats them."""
+"""Most fields of one sample, because every shard, every row of the catalog and many messages repeat them."""
 MAX_CLASSES = 48_000
-"""Bytes of the names of all classes: HDF5 keeps a schema in an attribute, of 64 KiB at most."""
+"""Most bytes of the names of all classes: HDF5 stores the schema in an attribute, which may have 64 KiB."""
 _DTYPE = 100
-"""Characters of the longest name of a dtype: NumPy parses what it is given."""
+"""Most characters of the name of a dtype, because NumPy parses any text that it receives."""
 
 
 def storage_dtype(dtype: Any) -> np.dtype[Any]:
-    """The little-endian dtype that values of ``dtype`` are stored as.
+    """Return the little-endian dtype in which values of a dtype are stored.
 
-    Raises :class:`UsageError` for dtypes that have no plain bytes (``object``, structured, fixed-width text) or
-    none that are the same on every machine (``longdouble``).
+    Args:
+        dtype: A dtype, or a name of one that NumPy knows.
+
+    Returns:
+        The dtype in little-endian byte order.
+
+    Raises:
+        UsageError: If the values have no plain bytes (``object``, structured, fixed-width text), or bytes that differ
+            from machine to machine (``longdouble``).
+
+    Example:
+        >>> storage_dtype(">i2").str
+        '<i2'
     """
     try:
         if len(str(dtype)) > _DTYPE and isinstance(dtype, str):
             raise TypeError("no name is so long")
         parsed = np.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError) as error:  # NumPy reads some names as Python
+    # SyntaxError, because NumPy evaluates some names, such as those with brackets or commas, as Python literals.
+    except (TypeError, ValueError, SyntaxError) as error:
         if str(dtype)[1:] == "f1":
             raise UsageError(
-                f"dtype {str(dtype)!r} is one that NumPy does not read (float8_e5m2 of ml_dtypes is saved so); where"
-                " the header says '|u1' in its place, which is as long, its bits come as numbers"
+                f"NumPy cannot read dtype {str(dtype)!r} (ml_dtypes writes it for float8_e5m2); to read the bits as"
+                " numbers, replace it by '|u1' in the header of the file"
             ) from error
         raise UsageError(f"dtype {str(dtype)[:_DTYPE]!r} is not a NumPy dtype") from error
     if parsed.kind == "O":
@@ -73,10 +86,12 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
     if parsed.names:
         parts = f"{', '.join(parsed.names[:5])}{', ...' if len(parsed.names) > 5 else ''}"
         raise UsageError(
-            f"dtype {str(parsed)[:100]} is a compound type; save each part of it ({parts}) as an array of its own"
+            f"dtype {str(parsed)[:100]} is a compound type; save each of its fields ({parts}) as a separate array"
         )
     if parsed.kind == "V":
         raise UsageError(_void(parsed.itemsize))
+    # "gG" are longdouble and its complex form: they have 80 bits on x86 and other sizes on other machines, so their
+    # bytes mean nothing there.
     if parsed.kind not in "biufcmM" or parsed.hasobject or parsed.itemsize > 16 or parsed.char in "gG":
         raise UsageError(f"dtype {parsed} cannot be stored; use bool, int, uint, float, complex or datetime64")
     if parsed.kind in "mM" and np.datetime_data(parsed)[0] == "generic":
@@ -86,21 +101,23 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _void(size: int) -> str:
-    """The error of bytes without a meaning, with the way out."""
-    guess = {1: " (float8 of ml_dtypes is saved so)", 2: " (bfloat16 of ml_dtypes is saved so)"}.get(size, "")
+    """Return the message about values of a dtype ``V``, whose bytes have no type, with the way out."""
+    guess = {1: " (ml_dtypes writes it for float8)", 2: " (ml_dtypes writes it for bfloat16)"}.get(size, "")
     plain = f"uint{8 * size}" if size in (1, 2, 4, 8) else "uint8"
     return f"dtype |V{size} has no meaning to NumPy{guess} and cannot be stored; save its bits: array.view({plain!r})"
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
-    what is no name and for one that comes twice."""
+    """Return names of fields as a tuple; a single name may be given without a list around it.
+
+    Raises :class:`UsageError` if there is no name, if a value is no name, or if a name comes twice.
+    """
     try:
         listed = (names,) if isinstance(names, str) else () if isinstance(names, Mapping) else tuple(names)
     except TypeError:
         listed = ()
     if not listed or not all(isinstance(name, str) for name in listed):
-        raise UsageError(f"fields {shown(names)} cannot be used: the name of a field, or a list of names")
+        raise UsageError(f"fields {shown(names)} cannot be used; give the name of a field, or a list of names")
     if twice := [name for name in listed if listed.count(name) > 1]:
         raise UsageError(f"field {shown(twice[0])} is asked for twice; name it once")
     return listed
@@ -108,20 +125,20 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One named part of a sample."""
+    """One named field of a sample."""
 
     name: str
-    """Letters, digits, ``_ + - .`` and blanks; ``/`` nests. It becomes a dataset or folder name inside a shard."""
+    """Letters, digits, ``_ + - .`` and blanks; ``/`` nests. It becomes the name of a dataset or folder in a shard."""
     dtype: str
     """A little-endian NumPy dtype string such as ``<f4``, or ``bytes`` or ``str``."""
     shape: tuple[int | None, ...] = ()
     """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
     classes: tuple[str, ...] = ()
-    """Names of 0, 1, 2, ..., where the field is a whole number that stands for a name."""
+    """Names of the numbers 0, 1, 2, ..., if the field is a whole number that stands for a name."""
     kind: Kind = dataclasses.field(init=False, repr=False, compare=False)
-    """``fixed``, ``ragged``, ``bytes`` or ``str``."""
+    """The kind: ``fixed``, ``ragged``, ``bytes`` or ``str``."""
     numpy: np.dtype[Any] = dataclasses.field(init=False, repr=False, compare=False)
-    """The dtype of the stored values; ``uint8`` for bytes and str."""
+    """Dtype of the stored values; ``uint8`` for bytes and str."""
     nbytes: int = dataclasses.field(init=False, repr=False, compare=False)
     """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
 
@@ -129,20 +146,23 @@ class Field:
         if not isinstance(self.name, str):
             raise UsageError(f"field name {shown(self.name)} cannot be used: a name is text")
         parts = self.name.split("/")
+        # A part of dots and blanks alone is refused because each part becomes a folder of a Zarr shard, and ".." would
+        # lead out of the shard.
         if not _NAME.fullmatch(self.name) or any(p.strip(". ") == "" for p in parts) or len(self.name) > 200:
             raise UsageError(
-                f"field name {self.name[:300]!r} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
-                " joined by '/'; rename the field with --rename"
+                f"field name {self.name[:300]!r} cannot be used; a name has letters (a to z), digits, _ + - . and"
+                " blanks, and / between its components; rename the field with --rename"
             )
         if _RESERVED.search(self.name):
             raise UsageError(f"field name {self.name!r} is reserved; rename the field with --rename {self.name}=NEW")
         if self.dtype in ("bytes", "str"):
             if self.classes:
-                raise UsageError(f"field {self.name!r}: only a whole number has classes, not {self.dtype}")
+                raise UsageError(f"field {self.name!r}: only a field of whole numbers has classes, not {self.dtype}")
             if self.shape != ():
                 raise UsageError(f"field {self.name!r}: {self.dtype} has no shape, got {self.shape}")
             self._derive("bytes" if self.dtype == "bytes" else "str", np.dtype(np.uint8), 0)
             return
+        # The dataclass is frozen; its checks may still bring a value into the one form by which schemas are compared.
         object.__setattr__(self, "dtype", storage_dtype(self.dtype).str)
         object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.shape) > MAX_RANK:
@@ -161,22 +181,25 @@ class Field:
 
     def _check_classes(self, numpy: np.dtype[Any]) -> None:
         if self.shape or numpy.kind not in "iu" or not all(isinstance(name, str) for name in self.classes):
-            raise UsageError(f"field {self.name!r}: only a whole number has classes, whose names are text")
+            raise UsageError(
+                f"field {self.name!r}: only a field of whole numbers has classes, and their names must be text"
+            )
         nbytes = sum(len(json.dumps(name)) + 1 for name in self.classes)
         if nbytes > MAX_CLASSES:
             raise UsageError(
-                f"field {self.name!r}: the names of {len(self.classes)} classes take {nbytes} bytes, at most"
-                f" {MAX_CLASSES}; plain --label-from-folder keeps the names as text in each sample"
+                f"field {self.name!r}: the names of {len(self.classes)} classes take {nbytes} bytes, more"
+                f" than {MAX_CLASSES}; --label-from-folder without int stores the name as text in each sample"
             )
 
     def _derive(self, kind: Kind, numpy: np.dtype[Any], nbytes: int) -> None:
-        """Known once: loaders ask for it with every batch."""
+        """Set the fields that follow from the others."""
+        # Computed once and stored, because loaders read these values with every batch.
         for name, value in (("kind", kind), ("numpy", numpy), ("nbytes", nbytes)):
             object.__setattr__(self, name, value)
 
     @property
     def is_scalar(self) -> bool:
-        """Whether a sample holds one number of this field."""
+        """True if a sample holds one number of this field."""
         return self.kind == "fixed" and self.shape == ()
 
     @property
@@ -186,13 +209,17 @@ class Field:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of a fixed field, as plain sizes. Raises :class:`UsageError` for the other kinds."""
+        """The shape of a fixed field, as plain sizes.
+
+        Raises:
+            UsageError: The field is of another kind, so its size differs from sample to sample.
+        """
         if self.kind != "fixed":
             raise UsageError(f"field {self.name!r} is {self.kind}: its size differs from sample to sample")
         return cast("tuple[int, ...]", self.shape)
 
     def describe(self) -> str:
-        """Type and shape for people: ``float32 (3, 64)``, ``uint8 ragged rank 3``, ``str``."""
+        """Return type and shape for people: ``float32 (3, 64)``, ``uint8 ragged rank 3``, ``str``."""
         if self.kind in ("bytes", "str"):
             return self.kind
         name = np.dtype(self.dtype).name
@@ -206,10 +233,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The ordered fields of a dataset. Equal schemas have equal fingerprints."""
+    """The ordered fields of a dataset; iterating gives each :class:`Field`, ``schema[name]`` gives one."""
 
     fields: tuple[Field, ...]
-    """At least one field, names unique."""
+    """Fields in order: at least one, with different names."""
     _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -222,6 +249,7 @@ class Schema:
             )
         object.__setattr__(self, "_by_name", {field.name: field for field in self.fields})
         counts = Counter(field.name for field in self.fields)
+        # HDF5 and Zarr store nested names as folders, so x cannot be an array and at once the folder of x/y.
         folders = {name[:at] for name in counts for at, letter in enumerate(name) if letter == "/"}
         for name, count in counts.items():
             if count > 1:
@@ -245,7 +273,7 @@ class Schema:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The field names, in order."""
+        """Names of the fields, in order."""
         return tuple(field.name for field in self.fields)
 
     @property
@@ -255,34 +283,51 @@ class Schema:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every sample has the same size."""
+        """True if every sample has the same size in bytes."""
         return all(field.kind == "fixed" for field in self.fields)
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits, equal for equal schemas: SHA-256 over the compact JSON form."""
+        """16 hexadecimal digits, equal for equal schemas: from SHA-256 over the compact JSON form."""
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the numbers of the first field that has such names; empty where none has."""
+        """Names of the classes of the first field that has such names; empty where none has."""
         return next((field.classes for field in self.fields if field.classes), ())
 
     def select(self, names: str | Iterable[str]) -> Schema:
-        """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
+        """Return the schema of some fields.
+
+        Args:
+            names: The name of a field, or a list of names, in the order wanted.
+
+        Returns:
+            A :class:`Schema`.
+
+        Raises:
+            UsageError: There is no such field, or a name comes twice.
+        """
         return Schema(tuple(self[name] for name in names_of(names)))
 
     def is_reordered(self, other: Schema) -> bool:
-        """Whether these are the fields of ``other`` in another order."""
+        """Return True if ``other`` has the same fields in another order.
+
+        Args:
+            other: Another schema.
+
+        Returns:
+            True or False.
+        """
         return self != other and set(self.fields) == set(other.fields)
 
     def describe(self) -> str:
-        """All fields for people, on one line."""
+        """Return all fields for people, on one line."""
         return ", ".join(f"{field.name}: {field.describe()}" for field in self.fields)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Plain values for ``shard.json`` and the catalog."""
+        """Return plain values for JSON."""
         return [
             {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)}
             | ({"classes": list(f.classes)} if f.classes else {})
@@ -291,7 +336,17 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that :meth:`to_json` wrote. Raises :class:`UsageError` when ``value`` is none."""
+        """Return the schema that :meth:`to_json` described.
+
+        Args:
+            value: The plain values.
+
+        Returns:
+            A :class:`Schema`.
+
+        Raises:
+            UsageError: ``value`` does not describe a schema.
+        """
         try:
             return cls(
                 tuple(

@@ -1,4 +1,8 @@
-"""The on-disk formats of a shard: how blocks are written, read back, and found again without the format's library."""
+"""The formats of a shard on disk.
+
+A format writes blocks into a shard and reads samples back. The writer also records where each value lies, so that a
+loader can read uncompressed shards without the format's library.
+"""
 
 from __future__ import annotations
 

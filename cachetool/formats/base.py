@@ -1,8 +1,8 @@
-"""What a format is: a writer that takes blocks, a reader that gives blocks, and a bound on what it writes.
-
-Formats know nothing of caches, stores or sources. ``path`` is the data file (for Zarr the folder); everything a format
-writes lies at ``path``. One format object serves all threads and processes; writers and readers belong to one thread of
-one process and are never pickled.
+"""The interface of a format: a writer that takes blocks, a reader that returns blocks, and an upper bound of the disk
+space.
+Formats know nothing of caches, stores or sources. ``path`` is the data file (for Zarr the folder), and a format writes
+nothing outside of ``path``. All threads and processes may use one format object. A writer or reader belongs to one
+thread of one process and is never pickled.
 """
 
 from __future__ import annotations
@@ -25,50 +25,120 @@ __all__ = ["Format", "Reader", "Writer", "Written"]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a finished writer left on disk."""
+    """The result of a finished writer.
+
+    Example:
+        >>> written = writer.finish()
+        >>> written.samples, written.checksums.shape
+        (2, (1, 2))
+    """
 
     samples: int
     """Number of samples."""
     payload: int
     """Bytes of the values, before any overhead or compression of the format."""
     checksums: npt.NDArray[np.uint64]
-    """xxh3-64 of each value, (fields, samples)."""
+    """Checksum xxh3-64 of each value, uint64 of shape (fields, samples), fields in schema order."""
     extents: Extents | None
-    """Where the values lie, files relative to the folder that holds ``path``; None when compressed."""
+    """Positions of the values. File names are relative to the folder that holds ``path``. None if compressed."""
 
 
 class Writer(Protocol):
-    """Writes one shard. ``write`` any number of times, then exactly one of ``finish`` and ``abort``."""
+    """A writer of one shard.
+
+    Call :meth:`write` any number of times, then either :meth:`finish` or :meth:`abort` once.
+
+    Example:
+        >>> writer = get_format("lmdb").create(Path("data.lmdb"), schema, samples=2, nbytes=8)
+        >>> try:
+        ...     writer.write(block)
+        ...     written = writer.finish()
+        ... except BaseException:
+        ...     writer.abort()
+        ...     raise
+    """
 
     def write(self, block: Block) -> None:
-        """Append the samples of ``block``; its arrays are not kept after the call unless copied."""
+        """Append the samples of a block.
+
+        Args:
+            block: Samples of the schema that :meth:`Format.create` got. The writer copies every array that it needs
+                after the call.
+
+        Raises:
+            UsageError: The block has another schema, or more samples or bytes came than :meth:`Format.create`
+                announced.
+            CapacityError: The disk is full.
+        """
         ...
 
     def finish(self) -> Written:
-        """Complete the files, truncate them to their size and fsync them and their folders."""
+        """Complete the files, truncate them to their size and fsync them and their folders.
+
+        Returns:
+            The counts, checksums and positions of the written values.
+
+        Raises:
+            CapacityError: The disk is full.
+            CorruptError: A sample that was read back differs from the written one.
+        """
         ...
 
     def abort(self) -> None:
-        """Close everything; what was written may stay behind for the caller to delete. Never raises."""
+        """Close all files. The written files may remain on disk for the caller to delete. Never raises."""
         ...
 
 
 class Reader(Protocol):
-    """Reads one shard through the format's own library, in any order."""
+    """A reader of one shard through the format's own library, in any order of samples.
+
+    A reader is a context manager that calls :meth:`close` at its end.
+
+    Attributes:
+        schema: Fields of the samples.
+        samples: Number of samples.
+
+    Example:
+        >>> with get_format("lmdb").open(Path("data.lmdb")) as reader:
+        ...     block = reader.read(0, reader.samples)
+    """
 
     schema: Schema
     samples: int
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return a run of samples.
+
+        Args:
+            start: Number of the first sample.
+            stop: Number of the sample behind the last one.
+
+        Returns:
+            The samples ``start`` to ``stop - 1``.
+
+        Raises:
+            UsageError: The run reaches outside the shard.
+            CorruptError: The file is damaged.
+        """
         ...
 
     def take(self, indices: npt.NDArray[np.int64]) -> Block:
-        """The samples at ``indices``, in that order, repeats allowed."""
+        """Return chosen samples.
+
+        Args:
+            indices: Numbers of samples, int64 of shape (k,). Repeats are allowed.
+
+        Returns:
+            The k samples in the order of ``indices``.
+
+        Raises:
+            UsageError: An index lies outside the shard.
+            CorruptError: The file is damaged.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of files and maps; blocks handed out stay valid. May be called twice."""
+        """Close files and memory maps. Blocks that were returned stay valid. May be called twice."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -79,29 +149,80 @@ class Reader(Protocol):
 
 
 class Format(Protocol):
-    """One on-disk format. Registered by name in :mod:`cachetool.formats`."""
+    """One on-disk format, registered by name in :mod:`cachetool.formats`.
+
+    A package adds a format with an entry point; see :mod:`cachetool.formats.registry`.
+
+    Example:
+        >>> import numpy as np
+        >>> from cachetool.core.block import Block
+        >>> from cachetool.core.schema import Field, Schema
+        >>> schema = Schema((Field("x", "<f4", ()),))
+        >>> block = Block(schema, {"x": np.array([1.0, 2.0], dtype="<f4")})
+        >>> writer = get_format("hdf5").create(Path("data.h5"), schema, samples=2, nbytes=8)
+        >>> writer.write(block)
+        >>> writer.finish().samples
+        2
+    """
 
     name: str
-    """``lmdb``, ``hdf5``, ``zarr``, ``tfrecord``."""
+    """Name of the format: ``lmdb``, ``hdf5``, ``zarr`` or ``tfrecord`` for the built-in ones."""
     suffix: str
-    """Of its files: ``.lmdb``, ``.h5``, ``.zarr``, ``.tfrecord``. A shard's data file is ``data`` + suffix."""
+    """Suffix of the files: ``.lmdb``, ``.h5``, ``.zarr``, ``.tfrecord``. A shard's data file is ``data`` + suffix."""
     compressions: tuple[str, ...]
-    """Names that ``create(compression=)`` takes; empty when the format has none."""
+    """Names that ``create(compression=)`` accepts. Empty if the format has no compression."""
 
     def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-        """Upper bound of the bytes on disk (allocated or apparent, whichever is larger) of a shard of at most
-        ``samples`` samples and ``nbytes`` bytes of values, at any moment while it is written; folders included,
-        extents not. ``disk_block`` is what the smallest file or folder takes; larger ones take multiples of it."""
+        """Return an upper bound of the disk space of a shard, at any moment while it is written.
+
+        The cache reserves this bound before the first byte is written. The bound counts allocated or apparent bytes,
+        whichever are more. It includes folders but not the extents.
+
+        Args:
+            schema: Fields of the samples.
+            samples: Largest number of samples.
+            nbytes: Largest number of bytes of all values together.
+            disk_block: Bytes that the smallest file or folder takes. Larger ones take multiples of it.
+
+        Returns:
+            Number of bytes.
+        """
         ...
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
     ) -> Writer:
-        """Begin a shard at ``path``, which must not exist, of at most ``samples`` samples and ``nbytes`` bytes of
-        values. Fewer may come. Raises :class:`UsageError` for a field the format cannot hold."""
+        """Begin a new shard.
+
+        Args:
+            path: Data file (for Zarr the folder). It must not exist.
+            schema: Fields of the samples.
+            samples: Largest number of samples that will be written. Fewer may come.
+            nbytes: Largest number of bytes of all values together. Fewer may come.
+            compression: One of :attr:`compressions`. Default: no compression.
+
+        Returns:
+            A writer, whose bound is allocated on disk already where the file system can do that.
+
+        Raises:
+            UsageError: ``path`` exists, or the format cannot hold a field or the compression.
+            CapacityError: The disk has too little space for the bound.
+        """
         ...
 
     def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
-        """Read the shard at ``path``. ``schema`` is needed where the file itself does not say (TFRecord).
-        Raises :class:`CorruptError`, naming the file, when it is not what it should be."""
+        """Open the shard at ``path`` for reading.
+
+        Args:
+            path: Data file (for Zarr the folder).
+            schema: Fields of the samples. Needed if the file does not contain them (TFRecord); otherwise compared with
+                the file's.
+
+        Returns:
+            A reader, to be closed by the caller.
+
+        Raises:
+            UsageError: The file does not contain its schema and ``schema`` is missing.
+            CorruptError: The file, which the message names, is missing, damaged or has another schema.
+        """
         ...

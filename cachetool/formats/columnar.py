@@ -1,5 +1,5 @@
-"""What HDF5 and Zarr do alike: a shard is a set of arrays, one to a fixed field, two or three to the others.
-
+"""The common part of HDF5 and Zarr: a shard is a set of arrays, one for a fixed field, two or three for any other
+field.
 ::
 
     field            arrays
@@ -7,15 +7,14 @@
     bytes, str       NAME          (total,) uint8    NAME.offsets (n + 1,) int64
     ragged           NAME          (total,)          NAME.offsets (n + 1,) int64    NAME.shapes (n, rank) int64
 
-Sample i of a field of differing sizes is ``NAME[offsets[i]:offsets[i + 1]]``, for a ragged field in the shape
-``shapes[i]``. A ``/`` in a name nests groups. The attribute ``cachetool`` of the root says the rest (:func:`header`).
+Sample i of a field whose samples differ in size is ``NAME[offsets[i]:offsets[i + 1]]``, for a ragged field in the shape
+``shapes[i]``. A ``/`` in a name makes nested groups. The attribute ``cachetool`` of the root group is :func:`header`.
 
-:class:`ColumnarWriter` turns blocks into rows of these arrays; where the rows go is each format's own part.
+:class:`ColumnarWriter` turns blocks into rows of these arrays, and each format stores the rows in its own way.
 
-Reading back what :mod:`cachetool.formats.columnar` lays out: any samples, out of arrays that are cut by rows.
-
-A format's own library is asked for runs of rows only (:meth:`ColumnarReader._fetch`), few and long ones: the samples
-asked for are sorted, neighbours are read together, and the rows then go to where they were asked for.
+:class:`ColumnarReader` reads any samples back. It asks a format's library only for few, long runs of rows
+(:meth:`ColumnarReader._fetch`): it sorts the requested samples, reads neighbours together, and puts the rows into the
+requested order.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ ATTRIBUTE = "cachetool"
 """Name of the attribute of the root group that holds :func:`header`."""
 
 STREAM_BYTES = 2**20
-"""Arrays of fixed fields from this size on are written as blocks arrive; smaller ones wait in memory."""
+"""Arrays of fixed fields from this size on are written as blocks arrive. Smaller arrays wait in memory."""
 
 _LAYOUT = 1
 
 Place = tuple[str, int]
-"""A file, relative to the folder of the shard, and the position in it where an array begins."""
+"""A file, relative to the folder of the shard, and the byte position in it where an array begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +74,40 @@ class ArrayPlan:
     """One array of a shard."""
 
     name: str
-    """Path inside the root group, ``/`` between parts."""
+    """Path inside the root group, with ``/`` between its parts."""
     field: Field
-    """The field it belongs to."""
+    """The field to which the array belongs."""
     role: Literal["values", "offsets", "shapes"]
-    """What it holds."""
+    """Kind of content: the values, offsets or shapes of the field."""
     dtype: np.dtype[Any]
-    """Of its values, little-endian."""
+    """Dtype of the values, little-endian."""
     row: tuple[int, ...]
-    """Shape of one row: the array is (rows, *row)."""
+    """Shape of one row. The array has the shape (rows, *row)."""
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def is_index(self) -> bool:
-        """Whether it is a few bytes a sample that wait in memory: a scalar, offsets or shapes."""
+        """Return True for a scalar, offsets or shapes: a few bytes a sample, which wait in memory."""
         return self.role != "values" or self.field.is_scalar
 
     def rows(self, samples: int, values: int = 0) -> int:
-        """Rows in a shard of ``samples`` samples, whose field has ``values`` values if its samples differ in size."""
+        """Return the rows in a shard of ``samples`` samples.
+
+        ``values`` is the number of values of the field if its samples differ in size.
+        """
         if self.role == "offsets":
             return samples + 1
         return samples if self.role == "shapes" or self.field.kind == "fixed" else values
 
 
 def array_plans(schema: Schema) -> tuple[ArrayPlan, ...]:
-    """The arrays of a shard of ``schema``, field by field, the values before their offsets and shapes.
+    """Return the arrays of a shard of ``schema``, field by field, the values before their offsets and shapes.
 
-    None of them lies where another one's folder is: :class:`~cachetool.core.schema.Field` keeps their names free.
+    No array has the name of another array's group, because :class:`~cachetool.core.schema.Field` refuses such names.
     """
     plans: list[ArrayPlan] = []
     int64 = np.dtype("<i8")
@@ -120,25 +122,27 @@ def array_plans(schema: Schema) -> tuple[ArrayPlan, ...]:
 
 
 def header(schema: Schema, samples: int) -> dict[str, Any]:
-    """What the root's attribute says: the version of this layout, the number of samples and the schema."""
+    """Return the content of the root's attribute: the version of this layout, the number of samples and the schema."""
     return {"layout": _LAYOUT, "samples": samples, "schema": schema.to_json()}
 
 
 def parse_header(value: Any, *, path: Path, schema: Schema | None) -> tuple[Schema, int]:
-    """The schema and number of samples in a :func:`header`, as JSON text or plain values.
+    """Return the schema and number of samples of a :func:`header`, given as JSON text or as plain values.
 
-    Raises :class:`CorruptError` naming ``path`` when it is none, is of a newer layout or has not the ``schema`` given.
+    Raises :class:`CorruptError`, naming ``path``, when the value is not a header, has a newer layout or another
+    ``schema``.
     """
     try:
         plain = json.loads(value) if isinstance(value, str | bytes) else value
         layout, samples = int(plain["layout"]), int(plain["samples"])
         if samples < 0:
             raise ValueError(f"{samples} samples")
+        # The version first: a newer layout may have other entries, and the message must say so.
         if layout != _LAYOUT:
             raise CorruptError(f"{path} has layout {layout}, this cachetool reads layout {_LAYOUT}; update cachetool")
         stored_schema = Schema.from_json(plain["schema"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path} has no description by cachetool that can be read: {error}") from error
+        raise CorruptError(f"{path} has no readable description by cachetool: {error}") from error
     if schema is not None and schema != stored_schema:
         raise CorruptError(f"{path} holds {stored_schema.describe()}, not {schema.describe()}")
     return stored_schema, samples
@@ -151,16 +155,18 @@ class Held:
         self._parts: dict[str, list[Bytes]] = {}
 
     def add(self, name: str, rows: npt.NDArray[Any]) -> None:
-        """Keep a copy of ``rows`` behind those held under ``name``."""
+        """Keep a copy of ``rows`` behind the rows held under ``name``."""
+        # A copy, because the caller may use the block's memory again.
         self._parts.setdefault(name, []).append(as_bytes(rows).copy())
 
     def pop(self, name: str) -> Sequence[Bytes]:
-        """The bytes held under ``name``, in pieces, which are then held no longer."""
+        """Remove and return the bytes held under ``name``, in pieces."""
         return self._parts.pop(name, [])
 
 
 class Steps:
-    """Cuts rows that arrive in any number into runs of ``step`` rows, since a chunk is compressed as a whole."""
+    """A cutter of rows into runs of ``step`` rows, because a chunk is compressed as a whole. Rows arrive
+    in any number."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -168,7 +174,8 @@ class Steps:
         self._held = 0
 
     def push(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Take ``rows``; give back as many as make whole steps (maybe a view of ``rows``), or None."""
+        """Take ``rows``. Return as many rows as make whole steps (maybe a view of ``rows``), or None."""
+        # Whole steps only: a part of a chunk would be compressed and written once more when its other rows come.
         ready = (self._held + len(rows)) // self.step * self.step
         if not ready:
             self._hold(rows)
@@ -180,17 +187,18 @@ class Steps:
         return out
 
     def remaining_rows(self) -> npt.NDArray[Any] | None:
-        """The rows that make no whole step; None when there are none."""
+        """Return the rows that make no whole step, or None."""
         return np.concatenate(self._parts) if self._parts else None
 
     def _hold(self, rows: npt.NDArray[Any]) -> None:
         if len(rows):
+            # A copy: the rows are a view of the caller's block.
             self._parts.append(rows.copy())
             self._held += len(rows)
 
 
 class ColumnarWriter(ShardWriter):
-    """Base of the writers of HDF5 and Zarr: a format implements :meth:`_append` and :meth:`_complete`."""
+    """The base class of the writers of HDF5 and Zarr. A format implements :meth:`_append` and :meth:`_complete`."""
 
     def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
@@ -207,6 +215,7 @@ class ColumnarWriter(ShardWriter):
                 continue
             column = block.columns[plan.name]
             if isinstance(column, Ragged):
+                # The offsets of a block begin at 0. In the shard they continue behind the values of the blocks before.
                 self._index[f"{plan.name}.offsets"].append(column.offsets[1:] + self._values[plan.name])
                 if column.shapes is not None:
                     self._index[f"{plan.name}.shapes"].append(column.shapes.copy())
@@ -220,11 +229,13 @@ class ColumnarWriter(ShardWriter):
         index: dict[str, npt.NDArray[Any]] = {name: f.column for name, f in fields.items() if f.column is not None}
         for plan in self.plans:
             if plan.role != "values":
+                # Offsets have one entry more than samples: the 0 in front.
                 first = np.zeros((int(plan.role == "offsets"), *plan.row), dtype=plan.dtype)
                 index[plan.name] = np.concatenate([first, *self._index[plan.name]])
         places = self._complete(index)
         if places is None:
             return None
+        # Each file once, in the order of the arrays: the file numbers of the extents must be the same for equal shards.
         files = tuple(dict.fromkeys(place[0] for place in places.values()))
         for plan in self.plans:
             if plan.role == "values" and not plan.is_index:
@@ -233,11 +244,11 @@ class ColumnarWriter(ShardWriter):
         return files, fields
 
     def rows(self, plan: ArrayPlan) -> int:
-        """Rows of one array, of what was written so far."""
+        """Return the rows of one array, counting the samples written so far."""
         return plan.rows(self.samples, self._values.get(plan.field.name, 0))
 
     def streamed(self, least: int) -> list[ArrayPlan]:
-        """The arrays to be written as blocks arrive: of fixed fields, that may come to ``least`` bytes or more."""
+        """Return the arrays to write as blocks arrive: those of fixed fields that may reach ``least`` bytes."""
         return [
             plan
             for plan in self.plans
@@ -246,13 +257,13 @@ class ColumnarWriter(ShardWriter):
 
     @abstractmethod
     def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
-        """Write ``rows``, of which there is at least one byte, behind those of the same array; keep only copies."""
+        """Write ``rows``, of at least one byte, behind those of the same array. Keep only copies."""
 
     @abstractmethod
     def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place] | None:
         """Write the ``index`` arrays whole and make the files durable.
 
-        Gives the place of every array of values but scalars, None if compressed.
+        Return the place of every array of values except scalars, or None if the shard is compressed.
         """
 
 
@@ -264,29 +275,37 @@ def _extents(plan: ArrayPlan, file: int, start: int, index: Mapping[str, npt.NDA
     return field_extents(plan.field, file=file, offsets=offsets[:-1] + start, sizes=np.diff(offsets), shapes=shapes)
 
 
-_RUN_BYTES = 32 * 2**20  # most bytes read together, plus one sample
-_OURS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ENOMEM)  # nothing the file could do about
+# Most bytes that are read together, plus one sample: the memory of one read stays bounded.
+_RUN_BYTES = 32 * 2**20
+# Errors of this process, not of the file: too many open files, no permission, too little memory. Nobody must delete a
+# shard for these.
+_OURS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ENOMEM)
 
 
 @contextlib.contextmanager
 def corrupt_errors(what: str) -> Iterator[None]:
-    """Turn whatever a library says about a damaged file into :class:`CorruptError`, "``what``: its message"."""
+    """Turn any error of a library about a damaged file into a :class:`CorruptError` with the
+    text "``what``: message"."""
     try:
         yield
     except (CacheToolError, MemoryError):
         raise
-    except Exception as error:  # codecs and parsers raise classes of their own for damaged bytes
+    # Codecs and parsers raise classes of their own for damaged bytes, so the class says nothing.
+    except Exception as error:
         if isinstance(error, OSError) and error.errno in _OURS:
             raise
+        # The first line only: HDF5 adds a stack of C functions.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CorruptError(f"{what}: {lines[0]}") from error
 
 
 class ColumnarReader(Closing, ABC):
-    """Base of the readers of HDF5 and Zarr: a format opens and checks its arrays and implements :meth:`_fetch`."""
+    """The base class of the readers of HDF5 and Zarr. A format opens and checks its arrays and implements
+    :meth:`_fetch`."""
 
     gap_bytes = 2**16
-    """Bytes between two samples that are rather read than skipped: what a call of the library costs."""
+    """Most bytes between two samples that are read and dropped, because one more call of the library
+    costs more time."""
 
     def __init__(self, path: Path, schema: Schema, samples: int) -> None:
         self.path = path
@@ -297,39 +316,45 @@ class ColumnarReader(Closing, ABC):
 
     @abstractmethod
     def _fetch(self, plan: ArrayPlan, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of an array, a fresh array of its dtype; ``start < stop``.
+        """Return rows ``start`` to ``stop - 1`` of an array as a new array of its dtype. ``start < stop``.
 
         Raises :class:`CorruptError` naming the file.
         """
 
     @abstractmethod
     def _length(self, plan: ArrayPlan) -> int:
-        """Rows of an array."""
+        """Return the number of rows of an array."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files; blocks handed out stay valid. May be called twice."""
+        """Close files. Blocks that were returned stay valid. May be called twice."""
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return samples ``start`` to ``stop - 1``."""
         check_range(start, stop, self.samples)
         return Block(self.schema, {f.name: self._slice(f, start, stop) for f in self.schema})
 
     def take(self, indices: npt.NDArray[np.int64]) -> Block:
-        """The samples at ``indices``, in that order, repeats allowed."""
+        """Return the samples at ``indices``, in that order. Repeats are allowed."""
         at = check_indices(indices, self.samples)
+        # Sorted samples are neighbours in the file, so few calls of the library read them. One call costs as much as 64
+        # KiB to 2 MiB of bytes.
         order = np.argsort(at, kind="stable")
         return Block(self.schema, {f.name: self._gather(f, at, order) for f in self.schema})
 
     def _check_lengths(self) -> None:
-        """Raise :class:`CorruptError` unless every array has the rows that the number of samples asks for."""
+        """Raise :class:`CorruptError` unless every array has the number of rows that the header's samples need."""
         for plan in self.plans.values():
             if plan.role != "values" or plan.field.kind == "fixed":
                 length, wanted = self._length(plan), plan.rows(self.samples)
+                # Without this check a sample behind the end of a short array would be read as nothing or as fill
+                # values.
                 if length != wanted:
                     raise CorruptError(f"{self.path}: {plan.name!r} has {length} rows, not {wanted}")
 
     def _rows(self, plan: ArrayPlan, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows of an array. Arrays without bytes are not read."""
+        # The libraries treat empty selections and rows without bytes differently, so they are never asked for these.
         if start < stop and plan.row_nbytes:
             return self._fetch(plan, start, stop)
         return np.empty((stop - start, *plan.row), dtype=plan.dtype)
@@ -373,10 +398,12 @@ class ColumnarReader(Closing, ABC):
         return Ragged(values, out_starts, None if shapes is None else shapes[at])
 
     def _index(self, field: Field) -> tuple[Int64s, Int64s | None]:
-        """Offsets and shapes of a field whose samples differ in size; read and checked once."""
+        """Return offsets and shapes of a field whose samples differ in size. They are read and checked once."""
         if field.name not in self._indexes:
             offsets = self._rows(self.plans[f"{field.name}.offsets"], 0, self.samples + 1)
             sizes, total = np.diff(offsets), self._length(self.plans[field.name])
+            # The offsets are positions in another array. They are checked once, so that no sample can reach outside of
+            # it or into another sample.
             if offsets[0] != 0 or offsets[-1] != total or (sizes < 0).any():
                 raise CorruptError(f"{self.path}: offsets of field {field.name!r} do not fit its {total} values")
             shapes = None
@@ -393,9 +420,13 @@ class ColumnarReader(Closing, ABC):
 
 
 def _runs(starts: Int64s, stops: Int64s, gap: int) -> Iterator[tuple[int, int]]:
-    """Cut samples, sorted by where their bytes start, into runs to be read together: (first, behind the last)."""
+    """Yield runs of samples to read together, as (first, behind the last).
+
+    The samples are sorted by the positions where their bytes start.
+    """
     if not len(starts):
         return
+    # A run ends at a large gap, and where a sample begins in another stretch of 32 MiB.
     apart = (starts[1:] - stops[:-1] > gap) | (starts[1:] // _RUN_BYTES != starts[:-1] // _RUN_BYTES)
     cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
     yield from itertools.pairwise(cuts)

@@ -1,4 +1,6 @@
-"""How one sample becomes a serialised ``tf.train.Example``, for whole blocks at once. Pure: bytes and arrays.
+"""The packing of one sample into a serialised ``tf.train.Example``, for whole blocks at once.
+
+This module works on bytes and arrays and needs no library.
 
 =====================  ==============  =====================================================================
 field                  list            values
@@ -11,19 +13,15 @@ bytes, str             ``bytes_list``  one value (UTF-8)
 ragged array           ``bytes_list``  as a fixed array; its shape in ``int64_list`` ``<name>/shape``
 =====================  ==============  =====================================================================
 
-Every record of a schema is made of the same pieces: a head (all entries of constant size: fixed fields in schema order,
-then shapes), then for each other field an entry head and the value::
+Every record of a schema has the same pieces. The head has all entries of constant size: fixed fields in schema order,
+then shapes. For each other field an entry head and the value follow::
 
     Features tag, length | head | entry head, value | entry head, value | ...
 
-Varints are padded to the width their type may need, so the pieces differ only in bytes at known places: a block is
-written and read by one vectorised copy for each place. Records by others (any order, any width, packed or not) are no
-shards: :mod:`cachetool.sources.tfrecord` reads them.
-
-Writing varints, the numbers of protocol buffers, padded with zero groups to a width that is the same in all records.
-
-Readers of protocol buffers take any width up to ten bytes. Reading records that anybody wrote is
-:mod:`cachetool.core.tf_example`'s job.
+Numbers of protocol buffers (varints) are padded with zero groups to the width that their type may need. So the pieces
+differ only in bytes at known places, and one vectorised copy for each place writes or reads a block. Readers of
+protocol buffers accept any width up to ten bytes. Records by other programs may have any order and width, packed or
+not: this module does not read them. :mod:`cachetool.sources.tfrecord` and :mod:`cachetool.core.tf_example` do.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ __all__ = [
 
 
 def varint(value: int, width: int = 0) -> bytes:
-    """``value`` (0 to 2**64 - 1) as a varint of at least ``width`` bytes."""
+    """Return ``value`` (0 to 2**64 - 1) as a varint of at least ``width`` bytes."""
     out = bytearray()
     while value > 0x7F or len(out) + 1 < width:
         out.append(value & 0x7F | 0x80)
@@ -63,16 +61,21 @@ def varint(value: int, width: int = 0) -> bytes:
 
 
 def varints(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint8]:
-    """Each of ``values`` as a varint of exactly ``width`` bytes, (k, width). They must fit."""
+    """Return each of ``values`` as a varint of exactly ``width`` bytes, uint8 (k, width). The values must fit."""
     shifts = np.arange(width, dtype=np.uint64) * np.uint64(7)
     groups = (values[:, None] >> shifts & np.uint64(0x7F)).astype(np.uint8)
+    # The top bit says that more bytes follow. It is set in padding too, which makes the width constant.
     groups[:, :-1] |= 0x80
     return groups
 
 
 def unpad_varints(groups: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64] | None:
-    """What :func:`varints` encoded, (k,) as two's complement; None when a row is no varint of exactly that width."""
+    """Return the numbers that :func:`varints` encoded, int64 (k,), as two's complement.
+
+    None when a row is not a varint of exactly that width.
+    """
     more = groups >= 0x80
+    # A shorter varint is legal, but cachetool never writes it: the record is not of this layout.
     if not more[:, :-1].all() or more[:, -1:].any():
         return None
     shifts = np.arange(groups.shape[1], dtype=np.uint64) * np.uint64(7)
@@ -84,15 +87,19 @@ StorageKind = Literal["int64", "float", "bytes"]
 
 MAX_RECORD = 2**31 - 1
 """Bytes of the largest protocol buffer message."""
-_LENGTH = 5  # bytes of a padded length: enough for MAX_RECORD
-_SIZE = 9  # bytes of a padded dimension: 63 bits
+# Bytes of a padded length: five groups of 7 bits hold MAX_RECORD.
+_LENGTH = 5
+# Bytes of a padded dimension: nine groups of 7 bits are 63 bits, the largest positive int64.
+_SIZE = 9
 
 
 def storage_kind(field: Field) -> StorageKind:
-    """Which list of a Feature holds the values of ``field``; see the table above.
+    """Return the list of a Feature that holds the values of ``field``, by the table above.
 
     ``bytes`` means one byte string: the value itself for bytes and str, raw little-endian values otherwise.
     """
+    # float64 is stored as bytes, because a float_list holds 32 bits. Datetimes are stored as bytes, because their unit
+    # would be lost.
     if field.is_scalar and field.numpy.kind in "biu":
         return "int64"
     if field.is_scalar and field.numpy == np.dtype("<f4"):
@@ -101,7 +108,7 @@ def storage_kind(field: Field) -> StorageKind:
 
 
 def shape_name(field: Field) -> str:
-    """Name of the ``int64_list`` that holds the shape of a ragged field."""
+    """Return the name of the ``int64_list`` that holds the shape of a ragged field."""
     return f"{field.name}/shape"
 
 
@@ -121,25 +128,30 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The entry head before the value of a variable field, its four lengths left zero."""
+    """The entry head before the value of a variable field, with its four lengths as zeros."""
 
     field: Field
     constant: bytes
     lengths: tuple[tuple[int, int], ...]
-    """(offset of a padded length in the entry head, what is added to the bytes of the value)."""
+    """Pairs: the offset of a padded length in the entry head, and the bytes to add to those of the value."""
 
 
 def _int_width(dtype: np.dtype[Any]) -> int:
-    """Bytes of the longest varint of this type; a negative number is 64 bits of two's complement."""
+    """Return the bytes of the longest varint of this type."""
+    # A negative number is sign-extended to 64 bits, so every signed type may need ten bytes.
     return 10 if dtype.kind == "i" else max(1, -(-8 * dtype.itemsize // 7)) if dtype.kind == "u" else 1
 
 
 def _entry_head(name: str, kind: int, nbytes: int, width: int = 0) -> tuple[bytes, tuple[tuple[int, int], ...]]:
-    """What stands before a value of ``nbytes``, and where the four lengths are, of at least ``width`` bytes each."""
+    """Return the bytes before a value of ``nbytes``, and its four lengths: where they lie and what they count.
+
+    Each length takes at least ``width`` bytes.
+    """
     raw = name.encode()
     key = b"\x0a" + varint(len(raw)) + raw
     value = b"\x0a" + varint(nbytes, width)
     inner = varint(len(value) + nbytes, width)
+    # From the inside out: each message begins with its length, which counts everything inside of it.
     feature = bytes([kind << 3 | 2]) + inner + value
     outer = varint(len(feature) + nbytes, width)
     entry = key + b"\x12" + outer + feature
@@ -155,7 +167,7 @@ def _entry_head(name: str, kind: int, nbytes: int, width: int = 0) -> tuple[byte
 
 
 class ExampleLayout:
-    """The pieces that every record of ``schema`` is made of; encodes and decodes whole blocks."""
+    """The pieces of every record of ``schema``. Encodes and decodes whole blocks."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -164,6 +176,7 @@ class ExampleLayout:
         prefix = 1 + _LENGTH
         at = prefix
         heads = [(f.name, f, _KINDS[storage_kind(f)]) for f in schema if f.kind == "fixed"]
+        # Shapes have a constant size too, so they stand in the head, at the same offsets in every record.
         heads += [(shape_name(f), f, INT64) for f in schema if f.kind == "ragged"]
         for name, field, kind in heads:
             mode: _Mode = "shape" if field.kind == "ragged" else "int" if kind == INT64 else "raw"
@@ -174,17 +187,18 @@ class ExampleLayout:
             self.places.append(_Place(field, mode, at, width))
             at += width
         self.head = at
-        """Bytes before the first entry of a variable field; the whole record when there is none."""
+        """Bytes before the first entry of a variable field, or the whole record if the schema has none."""
         self.entries = [_Entry(f, *_entry_head(f.name, BYTES, 0, _LENGTH)) for f in schema if f.kind != "fixed"]
         self.overhead = at - schema.fixed_nbytes + sum(len(entry.constant) for entry in self.entries)
         """Bytes of a record beyond those of its fields."""
+        # Known before the first sample comes, so the pull fails before it fetches anything for this shard.
         if self.head > MAX_RECORD:
-            raise UsageError(f"a sample of {self.head} bytes; tfrecord holds at most {MAX_RECORD}")
+            raise UsageError(f"a sample has {self.head} bytes, but tfrecord holds at most {MAX_RECORD}")
 
     def positions(self, sizes: Int64s) -> tuple[Int64s, Int64s]:
-        """Where the values of the variable fields begin inside each record, and the size of each record.
+        """Return where the values of the variable fields begin inside each record, and the size of each record.
 
-        ``sizes`` is (samples, variable fields) in bytes; the results are of that shape, and (samples,).
+        ``sizes`` is (samples, variable fields) in bytes. The results have that shape and (samples,).
         """
         starts = np.empty_like(sizes)
         at = np.full(len(sizes), self.head, dtype=np.int64)
@@ -194,7 +208,7 @@ class ExampleLayout:
         return starts, at
 
     def variable_sizes(self, block: Block) -> Int64s:
-        """Bytes of the variable fields of each sample, (samples, variable fields)."""
+        """Return the bytes of the variable fields of each sample, (samples, variable fields)."""
         out = np.empty((block.samples, len(self.entries)), dtype=np.int64)
         for column, entry in enumerate(self.entries):
             ragged = block.columns[entry.field.name]
@@ -203,17 +217,20 @@ class ExampleLayout:
         return out
 
     def encode(self, block: Block, *, before: int = 0, after: int = 0) -> tuple[Bytes, Int64s, Int64s]:
-        """The records of a canonical block, each with room ``before`` and ``after`` it: buffer, starts, sizes.
+        """Return the records of a canonical block: a buffer, and starts and sizes of the records in it.
 
-        Raises :class:`UsageError` when a record is larger than a protocol buffer can be.
+        Each record has ``before`` free bytes before it and ``after`` behind it. Raises :class:`UsageError` when a
+        record is larger than a protocol buffer can be.
         """
         sizes = self.variable_sizes(block)
         within, totals = self.positions(sizes)
+        # Protobuf refuses to parse a larger message, so no reader could use such a record.
         if len(totals) and int(totals.max()) > MAX_RECORD:
-            raise UsageError(f"a sample of {int(totals.max())} bytes; tfrecord holds at most {MAX_RECORD}")
+            raise UsageError(f"a sample has {int(totals.max())} bytes, but tfrecord holds at most {MAX_RECORD}")
         bounds = ends(totals + (before + after))
         starts = bounds[:-1] + before
         out = np.empty(int(bounds[-1]), dtype=np.uint8)
+        # 0x0a: field 1 of Example (features), wire type 2 (length and bytes).
         _put(out, starts, np.frombuffer(b"\x0a", dtype=np.uint8))
         _put(out, starts + 1, varints((totals - 1 - _LENGTH).astype(np.uint64), _LENGTH))
         for offset, constant in self._constants:
@@ -232,12 +249,13 @@ class ExampleLayout:
         return out, starts, totals
 
     def decode(self, buffer: Bytes, starts: Int64s, sizes: Int64s) -> Block | None:
-        """The samples of records as :meth:`encode` makes them, copied; None when one is anything else.
+        """Return the samples of records that :meth:`encode` made, copied; None when any record is anything else.
 
         ``starts`` and ``sizes`` must lie inside ``buffer``.
         """
         if not len(starts):
             return Block.from_samples(self.schema, [])
+        # The sizes come from the file. Everything in the head is read at fixed offsets, so it must be there.
         if not (sizes >= self.head).all():
             return None
         length = unpad_varints(windows(buffer, _LENGTH)[starts + 1])
@@ -259,6 +277,8 @@ class ExampleLayout:
                 shapes[place.field.name] = numbers.reshape(len(starts), place.field.rank)
                 continue
             values = numbers.astype(place.field.numpy)
+            # A number that does not fit the dtype shows that the record is of another schema. A cast alone would change
+            # it silently.
             if not np.array_equal(values.astype(np.int64), numbers):
                 return None
             columns[place.field.name] = values
@@ -268,13 +288,18 @@ class ExampleLayout:
             if decoded is None:
                 return None
             columns[entry.field.name], at = decoded
+        # The entries must end exactly where the record ends.
         return Block(self.schema, columns) if np.array_equal(at, stop) else None
 
     def _decode_entry(
         self, entry: _Entry, buffer: Bytes, at: Int64s, stop: Int64s, shapes: Int64s | None
     ) -> tuple[Ragged, Int64s] | None:
+        """Return the values of one variable field, and where the next entry begins in each record; None if it is no
+        entry of ours."""
         if not (at + len(entry.constant) <= stop).all():
             return None
+        # The last length is the value's size. The whole entry head is then rebuilt from it and compared, which checks
+        # the other three lengths and the name at once.
         head = windows(buffer, len(entry.constant))[at].copy()
         size = unpad_varints(head[:, -_LENGTH:])
         if size is None or not (at + len(entry.constant) + size <= stop).all():
@@ -285,7 +310,7 @@ class ExampleLayout:
         itemsize = entry.field.numpy.itemsize
         if not np.array_equal(head, expected) or (size % itemsize).any():
             return None
-        # In floating point first: a damaged shape may have a product that wraps around.
+        # The product is computed in floating point first: a damaged shape may have a product that wraps around int64.
         if shapes is not None and (
             (shapes < 0).any()
             or (shapes.astype(np.float64).prod(axis=1) > size).any()
@@ -299,11 +324,13 @@ class ExampleLayout:
 
 
 def _put(out: Bytes, at: Int64s, rows: npt.NDArray[np.uint8]) -> None:
+    """Write the same number of bytes at each of the positions ``at``."""
     if rows.shape[-1]:
         windows(out, rows.shape[-1])[at] = rows
 
 
 def _same(buffer: Bytes, at: Int64s, constant: bytes) -> bool:
+    """Return True if ``constant`` stands at each of the positions ``at``."""
     return bool((windows(buffer, len(constant))[at] == np.frombuffer(constant, dtype=np.uint8)).all())
 
 
@@ -314,7 +341,7 @@ def _typed(raw: npt.NDArray[np.uint8], field: Field) -> npt.NDArray[Any]:
 
 
 def _place_bytes(place: _Place, column: Column) -> npt.NDArray[np.uint8]:
-    """The bytes of a place, (samples, nbytes)."""
+    """Return the bytes of a place, (samples, nbytes)."""
     count = len(column)
     if isinstance(column, Ragged):
         shapes = np.zeros((count, 0), dtype=np.int64) if column.shapes is None else column.shapes

@@ -1,7 +1,7 @@
-"""Extents on disk, and the reader that needs nothing but them: every uncompressed shard of every format, one code.
+"""Extents on disk, and a reader of uncompressed shards of every format that needs nothing but the extents.
 
-This is the plain form, a :class:`~cachetool.formats.base.Reader` for conversion, verification and tests. The loaders'
-gather engine builds on the same :class:`~cachetool.core.extents.Extents`.
+This reader is the plain form, a :class:`~cachetool.formats.base.Reader` for conversion, verification and tests. The
+loaders' gather engine uses the same :class:`~cachetool.core.extents.Extents`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ __all__ = [
 
 
 def extents_bound(schema: Schema, samples: int) -> int:
-    """Upper bound of the size of ``extents.bin`` of a shard of at most ``samples`` samples."""
+    """Return an upper bound, in bytes, of the size of ``extents.bin`` of a shard of at most ``samples`` samples."""
     sample_bytes = sum(8 + (f.numpy.itemsize if f.is_scalar else 16 + 8 * f.rank) for f in schema)
-    # The header's JSON has about 150 characters of text and numbers a field and 60 an array; names are escaped.
+    # The header's JSON has about 150 characters of text and numbers for each field and 60 for each array. A character
+    # of a name may take 6 bytes when JSON escapes it.
     header = 4096 + sum(1024 + 6 * len(f.name) for f in schema)
     return samples * sample_bytes + header
 
 
 def write_extents(folder: Path, extents: Extents) -> Path:
-    """Write ``extents.bin`` into ``folder``, durably; returns its path. Raises :class:`UsageError` when it is there."""
+    """Write ``extents.bin`` durably into ``folder`` and return its path. Raises :class:`UsageError` when it exists."""
     path = folder / EXTENTS_FILE
     write_durably(path, extents.to_bytes())
     return path
 
 
 def load_extents(path: Path, schema: Schema, *, links: bool = True) -> Extents:
-    """The extents in the file ``path``, memory-mapped. Raises :class:`CorruptError` naming it when it is not whole, or
-    is a link where ``links`` are not followed."""
+    """Return the extents in the file ``path``, memory-mapped.
+
+    Raises :class:`CorruptError`, naming the file, when the file is damaged, or is a link and ``links`` is False.
+    """
     with missing_is_corrupt(path):
         buffer = map_file(path, links=links)
     return Extents.from_buffer(buffer, schema=schema, name=str(path))
@@ -58,11 +61,13 @@ def load_extents(path: Path, schema: Schema, *, links: bool = True) -> Extents:
 def field_extents(
     field: Field, *, file: int = 0, offsets: Int64s, sizes: Int64s | None = None, shapes: Int64s | None = None
 ) -> FieldExtents:
-    """Extents of a field whose samples lie at ``offsets``: two numbers where the stride is constant.
+    """Return the extents of a field whose samples lie at ``offsets``, as two numbers where the stride is constant.
 
-    ``sizes`` (bytes) is given for fields whose samples differ in size, ``shapes`` for ragged ones.
+    ``sizes`` (bytes) is given for fields whose samples differ in size, ``shapes`` for ragged fields.
     """
     nbytes = field.nbytes
+    # Most fields of a real shard have one size and one stride even if their schema allows others. Then the extents are
+    # a few numbers, and a loader needs no look-up for each sample.
     if sizes is not None and len(sizes) and (sizes == sizes[0]).all():
         nbytes, sizes = int(sizes[0]), None
     steps = np.diff(offsets)
@@ -74,25 +79,26 @@ def field_extents(
 
 
 def check_range(start: int, stop: int, samples: int) -> Int64s:
-    """``arange(start, stop)``. Raises :class:`UsageError` when it reaches outside the samples of a shard."""
+    """Return ``arange(start, stop)``. Raises :class:`UsageError` when it reaches outside the samples of a shard."""
     if not 0 <= start <= stop <= samples:
-        raise UsageError(f"samples {start} to {stop} asked of a shard of {samples}")
+        raise UsageError(f"samples {start} to {stop} are outside a shard of {samples} samples")
     return np.arange(start, stop, dtype=np.int64)
 
 
 def check_indices(indices: npt.NDArray[np.int64], samples: int) -> Int64s:
-    """``indices`` as int64. Raises :class:`UsageError` when one lies outside the samples of a shard."""
+    """Return ``indices`` as flat int64. Raises :class:`UsageError` when one lies outside the samples of a shard."""
+    # NumPy would count negative indices from the end and return a wrong sample, so they are refused.
     at = np.asarray(indices, dtype=np.int64).reshape(-1)
     if len(at) and not 0 <= int(at.min()) <= int(at.max()) < samples:
         bad = int(at.min()) if int(at.min()) < 0 else int(at.max())
-        raise UsageError(f"sample {bad} asked of a shard of {samples}")
+        raise UsageError(f"sample {bad} is outside a shard of {samples} samples")
     return at
 
 
 def check_values(block: Block, expected: npt.NDArray[np.uint64], *, name: str, indices: Int64s) -> None:
     """Raise :class:`CorruptError`, naming file, sample and field, unless ``block`` has the ``expected`` checksums.
 
-    ``expected`` is (fields, samples); ``indices`` are the numbers of the block's samples in their shard.
+    ``expected`` is (fields, samples). ``indices`` are the numbers of the block's samples in their shard.
     """
     compare_checksums(checksums(block), expected, block.schema, name=name, indices=indices)
 
@@ -100,23 +106,26 @@ def check_values(block: Block, expected: npt.NDArray[np.uint64], *, name: str, i
 def compare_checksums(
     actual: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, indices: Int64s
 ) -> None:
-    """As :func:`check_values`, of samples whose checksums are known."""
+    """Raise :class:`CorruptError` like :func:`check_values`, for samples whose checksums are computed already."""
     wrong = actual != expected
     if wrong.any():
+        # Transposed, so that the first sample is named and not the first field: the sample is what a user can look up.
         sample, row = divmod(int(np.argmax(wrong.T)), len(schema))
         field = schema.names[row]
         raise CorruptError(f"{name}: sample {int(indices[sample])}, field {field!r} does not match its checksum")
 
 
 class ExtentsReader(Closing):
-    """Reads samples of one shard out of memory maps of its files, without the format's library.
+    """A reader of one shard that takes samples out of memory maps of its files, without the format's library.
 
-    ``folder`` is what the names in ``extents.files`` are relative to. ``fields`` leaves the others unread. ``read``
-    gives views of the maps where it can; they keep the maps alive, also after :meth:`close`. Without ``links`` the
-    folder is a shard of a cache, in which none is followed.
+    The names in ``extents.files`` are relative to ``folder``. Fields that are not in ``schema`` stay unread. ``read``
+    returns views of the maps where it can. Such views keep the maps alive, also after :meth:`close`. ``links=False`` is
+    for a shard of a cache: no link is followed in it.
     """
 
     def __init__(self, folder: Path, extents: Extents, schema: Schema, *, links: bool = True) -> None:
+        # Once, before anything is opened. The last part of each path is checked again when the file is opened
+        # (O_NOFOLLOW).
         if not links:
             refuse_links(str(folder), extents.files)
         self._links = links
@@ -124,14 +133,15 @@ class ExtentsReader(Closing):
         self.samples = extents.samples
         self.extents = extents
         self._paths = tuple(folder / name for name in extents.files)
+        # A file is mapped when its first field is read, because a reader of few fields may not need the other files.
         self._maps: dict[int, Bytes] = {}
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``; fixed fields of constant stride as views."""
+        """Return samples ``start`` to ``stop - 1``. Fixed fields of constant stride are views of the map."""
         return self.take(check_range(start, stop, self.samples), _contiguous=True)
 
     def take(self, indices: npt.NDArray[np.int64], *, _contiguous: bool = False) -> Block:
-        """The samples at ``indices``, in that order. Raises :class:`CorruptError` when a file is too short."""
+        """Return the samples at ``indices``, in that order. Raises :class:`CorruptError` when a file is too short."""
         at = check_indices(indices, self.samples)
         return Block(self.schema, {f.name: self._column(f, at, contiguous=_contiguous) for f in self.schema})
 
@@ -144,27 +154,32 @@ class ExtentsReader(Closing):
 
     def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:
         extents = self.extents.fields[field.name]
+        # Scalars are stored in the extents, so the data file is not touched.
         if extents.column is not None:
             return extents.column[at]
         buffer = self._map(extents.file)
         offsets, sizes = extents.locate(at)
+        # Nothing below checks a position, so a file that was cut short would be read outside of its map.
         if not inside(offsets, sizes, len(buffer)):
             raise CorruptError(
                 f"{self._paths[extents.file]} is cut short: it has {len(buffer)} bytes, "
-                f"field {field.name!r} reaches out of them"
+                f"but field {field.name!r} needs more"
             )
         if field.kind != "fixed":
             return self._ragged(field, at, offsets, sizes)
         if contiguous and extents.offsets is None and len(at) and extents.stride >= 0:
+            # A view of the map: conversion then copies each value once, straight into the new file.
             begin = buffer[int(offsets[0]) :]
             rows = np.lib.stride_tricks.as_strided(begin, (len(at), extents.nbytes), (extents.stride, 1))
             if extents.stride == extents.nbytes:
                 return rows.reshape(-1).view(field.numpy).reshape(len(at), *field.sizes)
+        # One sample is always in one piece, so a view is enough whatever the stride.
         elif contiguous and len(at) == 1:
             rows = buffer[None, int(offsets[0]) : int(offsets[0]) + extents.nbytes]
         else:
             rows = np.empty((len(at), extents.nbytes), dtype=np.uint8)
             copy_rows(rows.reshape(-1), None, buffer, offsets, extents.nbytes)
+        # A view of zero bytes as another dtype is an error in NumPy, so fields without bytes get an empty array.
         if extents.nbytes == 0:
             return np.empty((len(at), *field.sizes), dtype=field.numpy)
         return rows.view(field.numpy).reshape(len(at), *field.sizes)
@@ -176,12 +191,18 @@ class ExtentsReader(Closing):
         copy_runs(values, starts[:-1], self._map(extents.file), offsets, sizes)
         itemsize = field.numpy.itemsize
         shapes = None if extents.shapes is None else extents.shapes[at]
+        # Sizes and shapes come from a file. If they do not fit each other, the view below would fail with an error that
+        # names no file.
         if (sizes % itemsize).any():
-            raise CorruptError(f"{self._paths[extents.file]}: field {field.name!r} has a size that is no whole value")
+            raise CorruptError(
+                f"{self._paths[extents.file]}: the size of field {field.name!r} is not a multiple of its item size"
+            )
         if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * itemsize != sizes).any()):
-            raise CorruptError(f"{self._paths[extents.file]}: field {field.name!r} has a shape that is not its size")
+            raise CorruptError(
+                f"{self._paths[extents.file]}: field {field.name!r} has a shape that does not fit its size"
+            )
         return Ragged(values.view(field.numpy), starts // itemsize, shapes)
 
     def close(self) -> None:
-        """Let go of the maps."""
+        """Forget the maps. A map is unmapped when the last view of it is gone."""
         self._maps.clear()

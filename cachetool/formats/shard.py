@@ -1,9 +1,9 @@
-"""One data file with what lies beside it: extents, or checksums where it is compressed; and both digests of a shard.
+"""One data file and the files beside it: extents, or checksums if it is compressed. Also the two digests of a shard.
 
-Whoever writes samples goes through :class:`ShardFiles` (a folder in a cache) or :class:`PlainFile` (a file outside):
-blocks in, everything durable. Whoever reads them back for good compares what came with :func:`stored_checksums`
-(:func:`check_samples`, :func:`verify_file`), and has the file's digest checked (:func:`check_digest`) before a library
-opens it: a library may die of a damaged file.
+Code that writes samples uses :class:`ShardFiles` (a folder in a cache) or :class:`PlainFile` (a file outside of a
+cache). These take blocks and make everything durable. Code that reads samples back compares them with
+:func:`stored_checksums` (:func:`check_samples`, :func:`verify_file`). :func:`check_digest` compares the file's digest
+before a library opens the file, because a library may crash on a damaged file.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ __all__ = [
 ]
 
 CHECKSUMS_FILE = "checksums.npy"
-"""Beside a compressed file, which has no extents: its checksums, uint64 (fields, samples)."""
+"""File beside a compressed file, which has no extents: its checksums, uint64 (fields, samples)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """What was written."""
+    """The numbers and digests of a shard that was written."""
 
     samples: int
     payload: int
@@ -73,29 +73,39 @@ class ShardFacts:
     digest: str
     """File digest over all files of the folder."""
     files: dict[str, str]
-    """Digest of each of them."""
+    """Digest of each file, by name."""
     data: str
     """Name of the data file."""
     written: Written
 
 
 def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-    """Upper bound of the data and the extents of a shard of at most ``samples`` samples and ``nbytes`` of values, on a
-    disk where the smallest file takes ``disk_block`` bytes."""
+    """Return an upper bound, in bytes on disk, of the data and extents of a shard.
+
+    The shard has at most ``samples`` samples and ``nbytes`` bytes of values. ``disk_block`` is what the smallest file
+    takes.
+    """
     extents = allocated_bound(extents_bound(schema, samples), disk_block)
     return kind.bound(schema, samples, nbytes, disk_block) + extents
 
 
 def samples_within(kind: Format, schema: Schema, most: int, size: int) -> int:
-    """How many samples of ``size`` bytes of values make a shard of at most ``most`` of them: fewer where they are so
-    small that their keys, places and checksums would make it more than three times as large."""
+    """Return how many samples of ``size`` bytes of values make a shard of at most ``most`` bytes of values.
+
+    Very small samples get fewer: their keys, positions and checksums may not make the shard more than three times as
+    large.
+    """
+    # The overhead is measured as the difference of two bounds of a million samples, because a format has no function
+    # for one sample.
     many = 2**20
     sample_bytes = (shard_bound(kind, schema, many, many * size) - shard_bound(kind, schema, 0, 0)) // many
+    # A sample of one byte costs about 90 bytes more. Without this limit a sixteenth of the cap in such samples would
+    # ask for six caps (docs/explanation/decisions.md).
     return max(1, most // max(1, size, sample_bytes // 3))
 
 
 class PlainFile:
-    """Writes the data file ``path``, and what belongs beside it into :func:`side_folder`."""
+    """A writer of the data file ``path`` and of the files beside it, which go into :func:`side_folder`."""
 
     def __init__(
         self,
@@ -110,6 +120,7 @@ class PlainFile:
     ) -> None:
         self.path = path
         self.schema = schema
+        # In a cache the extents lie in the shard's folder, which the caller has made already.
         self._side, self._shared_side = (side_folder(path), False) if side is None else (side, True)
         self._writer = kind.create(path, schema, samples=samples, nbytes=nbytes, compression=compression)
 
@@ -128,16 +139,17 @@ class PlainFile:
             array = io.BytesIO()
             np.save(array, written.checksums)
             write_durably(self._side / CHECKSUMS_FILE, array.getvalue())
+        # For the name of the side folder itself. Its files are durable already.
         fsync_folder(self._side.parent)
         return written
 
     def abort(self) -> None:
-        """Close everything; what was written is the caller's to delete."""
+        """Close everything. The caller deletes the written files."""
         self._writer.abort()
 
 
 class ShardFiles(PlainFile):
-    """Writes ``data.<suffix>`` and its extents into a folder that exists and is empty."""
+    """A writer of ``data.<suffix>`` and its extents into a folder that exists and is empty."""
 
     def __init__(
         self, folder: Path, kind: Format, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
@@ -146,8 +158,10 @@ class ShardFiles(PlainFile):
         super().__init__(path, kind, schema, samples=samples, nbytes=nbytes, compression=compression, side=folder)
 
     def facts(self) -> ShardFacts:
-        """:meth:`finish`, then both digests."""
+        """Complete everything as :meth:`finish` does, and return the numbers and both digests."""
         written = self.finish()
+        # The digests are computed from the files on disk, not from memory, so they cover every byte that a reader will
+        # see. The bytes are still in the page cache.
         files = file_digests(self.path.parent)
         return ShardFacts(
             samples=written.samples,
@@ -161,25 +175,30 @@ class ShardFiles(PlainFile):
 
 
 def side_folder(path: Path) -> Path:
-    """Where the extents of a plain file lie: ``part-00000.h5`` has ``.extents/part-00000.h5/``."""
+    """Return the folder of a plain file's extents: ``.extents/part-00000.h5/`` for ``part-00000.h5``."""
     return path.parent / SIDE_FOLDER / path.name
 
 
 def open_shard(
     folder: Path, kind: Format, schema: Schema, *, library: bool = False, digest: str | None = None
 ) -> Reader:
-    """Read the shard that :class:`ShardFiles` wrote into ``folder``: by its extents, or where it has none, or with
-    ``library``, through the format's own library; before that its bytes are compared with ``digest``, if given.
+    """Open the shard that :class:`ShardFiles` wrote into ``folder``.
 
-    Raises :class:`CorruptError` naming the file, or the folder, also for a link in place of either."""
+    It is read by its extents. Without extents, or with ``library``, it is read through the format's library, after its
+    bytes were compared with ``digest``, if given. Raises :class:`CorruptError`, naming file or folder, also for a link
+    in place of either.
+    """
     if library or not (folder / EXTENTS_FILE).exists():
         check_library(folder, digest)
     return _open(folder / f"data{kind.suffix}", folder, kind, schema, library=library, links=False)
 
 
 def check_library(folder: Path, digest: str | None) -> None:
-    """Raise :class:`CorruptError` unless a library may open the shard in ``folder``: a library follows links, waits for
-    pipes, and may die of bytes that are not those of the ``digest``."""
+    """Raise :class:`CorruptError` unless a library may open the shard in ``folder``.
+
+    A library follows links, waits for pipes, and may crash on bytes that do not have the ``digest``.
+    """
+    # Links and pipes before the digest: reading a pipe would block for ever.
     with missing_is_corrupt(folder):
         check_plain(folder)
     if digest is not None:
@@ -193,12 +212,13 @@ def check_digest(folder: Path, digest: str) -> None:
     except OSError as error:
         raise CorruptError(f"{folder} cannot be read: {error}") from error
     if actual != digest:
+        # The folder is CACHE/shards/ID, so its grandparent is the cache.
         command = f"cachetool verify --cache {shlex.quote(str(folder.parent.parent))}"
-        raise CorruptError(f"{folder}: its bytes are not those that were written; this says which file: {command}")
+        raise CorruptError(f"{folder}: its bytes changed after they were written; find the file with: {command}")
 
 
 def open_plain(path: Path, kind: Format, schema: Schema) -> Reader:
-    """Read the file that :class:`PlainFile` wrote, in the same way."""
+    """Open the file that :class:`PlainFile` wrote, by its extents or through the format's library."""
     return _open(path, side_folder(path), kind, schema, library=False, links=True)
 
 
@@ -210,10 +230,10 @@ def _open(path: Path, side: Path, kind: Format, schema: Schema, *, library: bool
 
 
 def stored_checksums(side: Path, schema: Schema, *, links: bool = False) -> npt.NDArray[np.uint64]:
-    """Checksums of every value of a file, (fields, samples), as kept in its shard's folder or :func:`side_folder`, in
-    which ``links`` are followed.
+    """Return the checksums of every value of a file, (fields, samples), from ``side``.
 
-    Raises :class:`CorruptError` naming what is missing or damaged.
+    ``side`` is the shard's folder or a :func:`side_folder`. ``links``: follow links in it. Raises :class:`CorruptError`
+    naming the file that is missing or damaged.
     """
     if not links:
         refuse_links(str(side), ())
@@ -222,8 +242,9 @@ def stored_checksums(side: Path, schema: Schema, *, links: bool = False) -> npt.
     path = side / CHECKSUMS_FILE
     with corrupt_errors(f"{path} cannot be read"):
         with missing_is_corrupt(path):
-            os.close(open_file(path, links=links)[0])  # NumPy would follow a link, and wait for a pipe
-        # Mapped: a header that claims more than the file has is an error before anything is allocated for it.
+            # NumPy would follow a link and wait for a pipe. So the file is opened once before, only for this check.
+            os.close(open_file(path, links=links)[0])
+        # Mapped: a header that claims more bytes than the file has is an error before anything is allocated for it.
         checksums = load_array(path, mapped=True)
         if checksums.dtype != np.uint64 or checksums.ndim != 2 or len(checksums) != len(schema):
             raise CorruptError(
@@ -233,7 +254,8 @@ def stored_checksums(side: Path, schema: Schema, *, links: bool = False) -> npt.
 
 
 def check_content(side: Path, schema: Schema, content: str, *, links: bool = False) -> npt.NDArray[np.uint64]:
-    """:func:`stored_checksums`, which must have the digest ``content``. Raises :class:`CorruptError` naming them."""
+    """Return :func:`stored_checksums` after a comparison with the digest ``content``. Raises :class:`CorruptError`
+    naming the file."""
     checksums = stored_checksums(side, schema, links=links)
     if digest_of(schema, [checksums]) != content:
         name = EXTENTS_FILE if (side / EXTENTS_FILE).exists() else CHECKSUMS_FILE
@@ -244,9 +266,9 @@ def check_content(side: Path, schema: Schema, content: str, *, links: bool = Fal
 def check_samples(
     actual: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, first: int = 0
 ) -> None:
-    """Raise :class:`CorruptError`, naming the file ``name``, sample and field, where checksums differ.
+    """Raise :class:`CorruptError`, naming the file ``name``, sample and field, if checksums differ.
 
-    Both are (fields, samples), of the samples from ``first`` on.
+    Both arrays are (fields, samples). Their first sample has the number ``first``.
     """
     if actual.shape != expected.shape:
         raise CorruptError(f"{name}: {actual.shape[1]} samples were read, {expected.shape[1]} were written")
@@ -258,6 +280,8 @@ def verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[
 
     Raises :class:`CorruptError` naming file, sample and field.
     """
+    # One sample first, then up to eight times as many, until a block has about 8 MB: the size of a sample is unknown
+    # before one is read.
     step = 1
     with kind.open(path, schema=schema) as reader:
         if reader.samples != expected.shape[1]:
@@ -269,7 +293,10 @@ def verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[
             check_values(block, expected[:, indices], name=str(path), indices=indices)
             at += len(block)
             step = min(8 * step, max(1, len(block) * BLOCK_BYTES // max(1, block.nbytes)))
-    if kind.name == "tfrecord":  # the one format whose reader is our own: checksums of frames, and nobody else's eyes
+    # The reader of TFRecord is our own and checks only our own framing. So here another program's reader has to read
+    # the file too.
+    if kind.name == "tfrecord":
+        # Imported here: it loads the code that starts processes, which readers of shards do not need.
         from cachetool.formats.tfrecord_package import worker_reader
 
         worker_reader().check(path, schema, expected)

@@ -1,10 +1,12 @@
-"""Shards as one TFRecord file each: frames of :mod:`cachetool.formats.framing` around the ``tf.train.Example`` of
-:mod:`cachetool.formats.example`.
+"""The format ``tfrecord``: each shard is one TFRecord file.
 
-Nothing of this needs TensorFlow or the ``tfrecord`` package, which cannot live in one process; ``docs/formats.md`` has
-a reader in TensorFlow.
+:mod:`cachetool.formats.framing` frames the records, :mod:`cachetool.formats.example` packs a sample into a
+``tf.train.Example``.
 
-The file says nothing about its schema, so reading needs ``schema=``. With ``compression="gzip"`` the whole file is one
+Nothing here needs TensorFlow or the ``tfrecord`` package, which cannot be imported in one process.
+``docs/reference/formats.md`` has a reader in TensorFlow.
+
+The file does not contain its schema, so reading needs ``schema=``. With ``compression="gzip"`` the whole file is one
 gzip stream (``compression_type="GZIP"`` in TensorFlow).
 """
 
@@ -42,7 +44,8 @@ from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["StorageKind", "TFRecord", "is_gzip", "shape_name", "storage_kind"]
 
-_LEVEL = 4  # raw arrays hardly compress; higher levels cost time for nothing
+# Raw arrays hardly compress. Higher levels take more time and save nothing.
+_LEVEL = 4
 
 
 class TFRecord:
@@ -53,7 +56,7 @@ class TFRecord:
     compressions = ("gzip",)
 
     def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-        """Upper bound on disk, of compressed and uncompressed shards alike."""
+        """Return an upper bound of the disk space, for compressed and uncompressed shards alike."""
         return allocated_bound(_file_bound(schema, samples, nbytes), disk_block)
 
     def create(
@@ -67,21 +70,22 @@ class TFRecord:
         return TFRecordWriter(path, layout, file, samples=samples, nbytes=nbytes, compressed=compression is not None)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> TFRecordReader:
-        """Read a shard. Files that others wrote are read by :mod:`cachetool.sources.tfrecord`."""
+        """Open a shard. :mod:`cachetool.sources.tfrecord` reads files that other programs wrote."""
         if schema is None:
-            raise UsageError(f"{path}: a TFRecord file does not say what its fields are; give schema=")
+            raise UsageError(f"{path}: a TFRecord file does not store its schema; pass schema=")
         return TFRecordReader.open(path, schema)
 
 
 def _file_bound(schema: Schema, samples: int, nbytes: int) -> int:
+    """Return an upper bound of the file's size in bytes."""
+    # The last terms: deflate stores bytes that do not compress with a small overhead (zlib's own formula of
+    # compressBound), and gzip has a head.
     plain = nbytes + samples * (ExampleLayout(schema).overhead + BEFORE + AFTER)
-    return (
-        plain + (plain >> 12) + (plain >> 14) + 64
-    )  # what deflate adds to bytes that do not compress, and gzip's head
+    return plain + (plain >> 12) + (plain >> 14) + 64
 
 
 class TFRecordWriter(ShardWriter):
-    """Writes one TFRecord file; see :class:`cachetool.formats.base.Writer`."""
+    """A writer of one TFRecord file; see :class:`cachetool.formats.base.Writer`."""
 
     def __init__(
         self, path: Path, layout: ExampleLayout, file: BulkFile, *, samples: int, nbytes: int, compressed: bool
@@ -96,11 +100,13 @@ class TFRecordWriter(ShardWriter):
         self._shapes: dict[str, list[Int64s]] = {f.name: [] for f in layout.schema if f.kind == "ragged"}
 
     def _put(self, block: Block) -> None:
+        # The layout leaves space for the frames, so the records are not copied a second time.
         buffer, starts, sizes = self._layout.encode(block, before=BEFORE, after=AFTER)
         frame_records(buffer, starts, sizes)
         if self._deflate is not None:
             self._file.append(self._deflate.compress(buffer.data))
             return
+        # Positions are kept for uncompressed files only: in a gzip stream a value has no place of its own.
         self._starts.append(self._file.append(buffer) + starts)
         self._variable.append(self._layout.variable_sizes(block))
         for name, shapes in self._shapes.items():
@@ -115,6 +121,7 @@ class TFRecordWriter(ShardWriter):
         return (self.path.name,), self._locate()
 
     def _locate(self) -> dict[str, FieldExtents]:
+        """Return the extents of all fields."""
         starts = np.concatenate([np.empty(0, dtype=np.int64), *self._starts])
         fields = self.scalar_extents()
         for place in self._layout.places:
@@ -136,7 +143,7 @@ class TFRecordWriter(ShardWriter):
 
 
 class TFRecordReader(Closing):
-    """Reads one TFRecord file, every record checked; see :class:`cachetool.formats.base.Reader`."""
+    """A reader of one TFRecord file that checks every record; see :class:`cachetool.formats.base.Reader`."""
 
     def __init__(self, path: Path, schema: Schema, source: Bytes | GzipFile, starts: Int64s, sizes: Int64s) -> None:
         self.path = path
@@ -149,10 +156,13 @@ class TFRecordReader(Closing):
 
     @classmethod
     def open(cls, path: Path, schema: Schema) -> TFRecordReader:
-        """Find the records by their lengths, whose checksums are checked."""
+        """Find the records by their lengths, whose checksums are checked. Raises :class:`CorruptError`
+        naming the file."""
         with missing_is_corrupt(path):
             buffer = map_file(path)
         if _begins_gzip(buffer[:BEFORE].tobytes()):
+            # Kept open: a sample is unpacked when it is asked for, because the uncompressed file may not fit into
+            # memory.
             stream = GzipFile(path)
             try:
                 return cls(path, schema, stream, *_scan_stream(stream))
@@ -162,11 +172,11 @@ class TFRecordReader(Closing):
         return cls(path, schema, buffer, *scan_records(buffer, name=str(path)))
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return samples ``start`` to ``stop - 1``."""
         return self.take(check_range(start, stop, self.samples))
 
     def take(self, indices: npt.NDArray[np.int64]) -> Block:
-        """The samples at ``indices``, in that order."""
+        """Return the samples at ``indices``, in that order."""
         at = check_indices(indices, self.samples)
         if self._source is None:
             raise UsageError(f"{self.path}: this reader is closed; open it again")
@@ -175,38 +185,42 @@ class TFRecordReader(Closing):
             buffer, starts = _inflate(self._source, starts, sizes)
         else:
             buffer = self._source
+        # Checksums first: the decoder then sees only bytes that some writer wrote, and a flipped bit is reported as
+        # damage.
         check_records(buffer, starts, sizes, name=str(self.path), numbers=at)
         block = self._layout.decode(buffer, starts, sizes)
+        # The block failed as a whole. Decode sample by sample now, so that the message can name the first bad one.
         if block is None:
             alone = (self._layout.decode(buffer, starts[i : i + 1], sizes[i : i + 1]) for i in range(len(at)))
             number = next(int(at[i]) for i, one in enumerate(alone) if one is None)
             raise CorruptError(
-                f"{self.path}: sample {number} is no record of this schema as cachetool writes it;\n"
-                f"a file that others wrote is read with: cachetool convert {shlex.quote(str(self.path))} --to lmdb"
+                f"{self.path}: sample {number} is not a record that cachetool wrote with this schema;\n"
+                f"convert a file of another program with: cachetool convert {shlex.quote(str(self.path))} --to lmdb"
                 " --out NEW"
             )
         return block
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if isinstance(self._source, GzipFile):
             self._source.close()
         self._source = None
 
 
 def is_gzip(path: Path) -> bool:
-    """Return True if the file at ``path`` is one gzip stream of records, False if it is plain records."""
+    """Return True if the file at ``path`` is one gzip stream of records, False if it has plain records."""
     with path.open("rb") as file:
         return _begins_gzip(file.read(BEFORE))
 
 
 def _begins_gzip(head: bytes) -> bool:
-    # A plain file may begin with gzip's two bytes too, as a length; then its length checksum holds.
+    # A plain file may begin with gzip's two bytes too, as a part of a length. Then the checksum of this length is
+    # right, and in a gzip file it is not.
     return head[:2] == GZIP_MAGIC and frame_size(head) is None
 
 
 def _scan_stream(stream: GzipFile) -> tuple[Int64s, Int64s]:
-    """Starts and sizes of the records in the uncompressed bytes; nothing is kept of their data."""
+    """Return starts and sizes of the records in the uncompressed bytes, without keeping their data."""
     starts: list[int] = []
     sizes: list[int] = []
     at = 0
@@ -216,6 +230,7 @@ def _scan_stream(stream: GzipFile) -> tuple[Int64s, Int64s]:
             what = "is cut short" if len(head) < BEFORE else "has a damaged length"
             raise CorruptError(f"{stream.path}: sample {len(starts)}, at uncompressed byte {at}, {what}")
         end = at + BEFORE + size + AFTER
+        # Reading the last four bytes of a record proves that it is complete. Only these are kept in memory.
         if len(stream.read(end - AFTER, AFTER)) < AFTER:
             raise CorruptError(f"{stream.path} is cut short: sample {len(starts)} needs {size} bytes")
         starts.append(at + BEFORE)
@@ -225,11 +240,12 @@ def _scan_stream(stream: GzipFile) -> tuple[Int64s, Int64s]:
 
 
 def _inflate(stream: GzipFile, starts: Int64s, sizes: Int64s) -> tuple[Bytes, Int64s]:
-    """The records at ``starts``, with the checksums behind them, in one buffer; and where each begins there."""
+    """Return the records at ``starts`` with the checksums behind them in one buffer, and their positions in it."""
     to = ends(sizes + AFTER)
     buffer = np.empty(int(to[-1]), dtype=np.uint8)
     view = buffer.data
-    for i in np.argsort(starts, kind="stable").tolist():  # forward through the file, whatever the order asked for
+    # Forward through the file, whatever order was asked for: going back means to unpack up to 4 MiB again.
+    for i in np.argsort(starts, kind="stable").tolist():
         raw = stream.read(int(starts[i]), int(sizes[i]) + AFTER)
         if len(raw) < int(sizes[i]) + AFTER:
             raise CorruptError(f"{stream.path} is cut short at uncompressed byte {int(starts[i])}")

@@ -1,9 +1,10 @@
-"""Reads TFRecord shards back through the ``tfrecord`` package, as a program without TensorFlow would.
+"""Reading TFRecord shards back through the ``tfrecord`` package, as a program without TensorFlow does.
 
-The other formats are checked through the library that everybody reads them with; our own TFRecord reader knows only
-records that we wrote, so it would not notice a record that nobody else can read. The package runs in a child process:
-it cannot be imported beside TensorFlow (https://github.com/vahidk/tfrecord/issues/103). It skips the checksums of the
-frames; :class:`cachetool.formats.tfrecord.TFRecordReader` checks these.
+The other formats are verified through the library that users read them with. The reader in
+:mod:`cachetool.formats.tfrecord` knows only records that cachetool wrote, so it would not notice a record that nobody
+else can read. The package runs in a child process, because it cannot be imported beside TensorFlow
+(https://github.com/vahidk/tfrecord/issues/103). It skips the checksums of the frames;
+:class:`cachetool.formats.tfrecord.TFRecordReader` checks these.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from cachetool.proc.task import Channel, Message, Task
 
 __all__ = ["PackageReader", "worker_reader"]
 
+# Checksums are sent for blocks of this size, so a large file needs little memory in the child.
 _BLOCK_BYTES = 8 * 2**20
 _LISTS = {"bytes": "bytes_list", "float": "float_list", "int64": "int64_list"}
 
 
 class PackageReader:
-    """A child process that has loaded the package, for one file after the other."""
+    """A child process that has imported the package. It checks one file after the other."""
 
     def __init__(self) -> None:
         self._engine = LocalEngine()
@@ -63,11 +65,14 @@ class PackageReader:
             nonlocal samples
             actual = np.frombuffer(base64.b64decode(message["checksums"]), dtype=np.uint64).reshape(len(schema), -1)
             numbers = np.arange(samples, samples + actual.shape[1])
+            # A file may hold more samples than were written. These have no checksum to compare; the count below reports
+            # them.
             samples += actual.shape[1]
             if samples <= expected.shape[1]:
                 name = f"{path}, read by the tfrecord package"
                 compare_checksums(actual, expected[:, numbers], schema, name=name, indices=numbers)
 
+        # Absolute, because the child may have another working directory.
         arguments = {"path": str(path.absolute()), "schema": schema.to_json()}
         self._engine.run([Task("cachetool.formats.tfrecord_package:read_records", arguments)], compare)
         if samples != expected.shape[1]:
@@ -76,15 +81,17 @@ class PackageReader:
 
 @functools.cache
 def worker_reader() -> PackageReader:
-    """The one of this process, a worker that writes many shards: its child ends with it."""
+    """Return the reader of this process, a worker that writes many shards. Its child ends with the process."""
+    # Starting a child and importing the package takes far longer than reading one shard, so one child serves all shards
+    # of a worker.
     return PackageReader().__enter__()
 
 
 def read_records(channel: Channel, *, path: str, schema: list[Any]) -> Message:
-    """The task of the child: read the file at ``path``, and send the checksums of its values block by block.
+    """Read the file at ``path`` and send the checksums of its values block by block. This is the child's task.
 
-    Raises :class:`CorruptError` for what the package, or this schema, cannot make sense of, and :class:`UsageError`
-    where there is no package.
+    Raises :class:`CorruptError` for bytes that the package or this schema cannot interpret, and :class:`UsageError` if
+    the package is missing.
     """
     fields = Schema.from_json(schema)
     columns: dict[str, list[Any]] = {}
@@ -109,27 +116,33 @@ def read_records(channel: Channel, *, path: str, schema: list[Any]) -> Message:
             send()
     except CorruptError as error:
         raise CorruptError(f"{path}: {error}") from error
-    except Exception as error:  # the package's own, protobuf's, gzip's: whatever it is, a reader of this file meets it
-        if limit_error(error) is not None or isinstance(error, PermissionError):  # says nothing of the file
+    # The package, protobuf and gzip raise classes of their own for damaged bytes. Whatever it is, a reader of this file
+    # meets it too.
+    except Exception as error:
+        # Too little memory, too many open files or missing permission say nothing about the file.
+        if limit_error(error) is not None or isinstance(error, PermissionError):
             raise
         raise CorruptError(f"{path}: the tfrecord package cannot read it: {error}") from error
     return {}
 
 
 def _package() -> Any:
-    # It imports torch where that is installed, which takes a second and is of no use here.
+    # The package imports torch if it is installed. That takes a second and has no use here; None makes the import fail
+    # at once.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         import tfrecord
     except Exception as error:
         raise UsageError(
-            f"the tfrecord package cannot be loaded: {error}; install it anew: pip install --force-reinstall tfrecord"
+            f"the tfrecord package cannot be loaded: {error}; install it again: pip install --force-reinstall tfrecord"
         ) from error
     return tfrecord
 
 
 def _examples(package: Any, path: str) -> Iterator[tuple[Any, int]]:
-    """The records, parsed, with their bytes."""
+    """Yield each record, parsed, with its size in bytes."""
+    # The package returns views of one buffer that it fills again for each record, so each record is parsed before the
+    # next one is asked for.
     for view in package.tfrecord_iterator(path, compression_type="gzip" if is_gzip(Path(path)) else None):
         example = package.example_pb2.Example()
         example.ParseFromString(view)
@@ -137,14 +150,17 @@ def _examples(package: Any, path: str) -> Iterator[tuple[Any, int]]:
 
 
 def _read(features: Any, field: Field, columns: dict[str, list[Any]], number: int) -> None:
+    """Append the value of one field of a sample, and its shape if the field is ragged, to ``columns``."""
     kind = storage_kind(field)
     name = _LISTS[kind]
-    feature = features[field.name]  # one that is absent comes as an empty one
+    # Protobuf returns an empty feature for a missing name instead of an error, so the test below finds both.
+    feature = features[field.name]
     values = getattr(feature, name).value
     if feature.WhichOneof("kind") != name or len(values) != 1:
-        raise CorruptError(f"sample {number} has not one value in {name} of field {field.name!r}")
+        raise CorruptError(f"field {field.name!r} of sample {number} does not have exactly one value in {name}")
     if kind == "float" and values[0] != values[0]:
-        # Python turns a signalling NaN into a quiet one: its bits are the last four of the list as it is stored.
+        # Python turns a signalling NaN into a quiet one when it converts the float. The stored bits are the last four
+        # bytes of the serialised list.
         columns[field.name].append(np.frombuffer(feature.float_list.SerializeToString()[-4:], dtype="<f4")[0])
     else:
         columns[field.name].append(values[0])
@@ -153,11 +169,13 @@ def _read(features: Any, field: Field, columns: dict[str, list[Any]], number: in
 
 
 def _column(field: Field, columns: dict[str, list[Any]]) -> Column:
+    """Return the values of a field as a column of a block."""
     values = columns[field.name]
     kind = storage_kind(field)
     if kind != "bytes":
         numbers = np.array(values, dtype=np.int64 if kind == "int64" else np.float32)
         return numbers.astype(field.numpy)
+    # A bytearray, because arrays over immutable bytes are read-only.
     raw = np.frombuffer(bytearray().join(values), dtype=field.numpy)
     if field.kind == "fixed":
         return raw.reshape(len(values), *field.sizes)

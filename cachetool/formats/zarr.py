@@ -1,10 +1,11 @@
-"""Zarr v3: one folder a shard, one shard file an array, made of raw chunks by our own writes.
+"""The format ``zarr``: each shard is one Zarr v3 folder, with one shard file of raw chunks for each array.
 
-``docs/formats.md`` has the layout (version 1) and a reader without cachetool; the arrays are those of
-:mod:`cachetool.formats.columnar`. Chunk keys are separated by ``.``, so that an array is one folder of two files.
+cachetool writes the shard files itself. ``docs/reference/formats.md`` has the layout (version 1) and a reader without
+cachetool. The arrays are those of :mod:`cachetool.formats.columnar`. Chunk keys are separated by ``.``, so an array
+is one folder of two files.
 
-zarr reads a chunk that is not there as zeros. So opening a shard checks that every chunk file is there, whole, a plain
-file, and that its index names every chunk; zarr itself checks the index's crc32c.
+zarr reads a missing chunk as zeros. So opening a shard checks that every chunk file exists, is whole and a plain file,
+and that its index has every chunk. zarr itself checks the index's crc32c.
 """
 
 from __future__ import annotations
@@ -55,20 +56,22 @@ from cachetool.proc.folders import remove_path
 
 __all__ = ["Zarr"]
 
+# Bytes of values in a compressed shard file: zarr compresses it in memory as a whole.
 _SHARD_BYTES = 2**25
-_MOST_STREAMED = 256  # files open at once
+# Most files that are open at once: a process may often have no more than 1,024.
+_MOST_STREAMED = 256
 _COMPRESSIONS = ("zstd", "blosc", "gzip")
 
 
 class Zarr:
-    """The format ``zarr``."""
+    """The format ``zarr``; see :class:`cachetool.formats.base.Format`."""
 
     name = "zarr"
     suffix = ".zarr"
     compressions: tuple[str, ...] = _COMPRESSIONS
 
     def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-        """Upper bound of the folder on disk, while written and after."""
+        """Return an upper bound of the disk space of the folder, during and after writing."""
         about = len(json.dumps(header(schema, samples), indent=4))
         plans = array_plans(schema)
         return folder_bound(plans, samples, nbytes, about=about, file_nbytes=_SHARD_BYTES, disk_block=disk_block)
@@ -76,7 +79,10 @@ class Zarr:
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
     ) -> Writer:
-        """Begin a folder of at most ``samples`` samples and ``nbytes`` bytes of values."""
+        """Begin a folder of at most ``samples`` samples and ``nbytes`` bytes of values.
+
+        Raises :class:`UsageError` for a compression that is not one of :attr:`compressions`.
+        """
         if compression is not None and compression not in self.compressions:
             raise UsageError(f"zarr has no compression {compression!r}; use one of {', '.join(self.compressions)}")
         if compression is None:
@@ -84,15 +90,17 @@ class Zarr:
         return _Compressed(path, schema, samples=samples, nbytes=nbytes, compression=compression)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
-        """Read the folder at ``path``."""
+        """Open the folder at ``path``. Raises :class:`CorruptError` naming the file."""
         return _Reader.open(path, schema)
 
 
 class _Metadata:
-    """A group in memory, in which zarr makes what :class:`Folder` then writes."""
+    """A group in memory. zarr makes its files, which :class:`Folder` then writes to disk."""
 
     def __init__(self, compression: str | None = None) -> None:
         import zarr
+
+        # Imported here: zarr takes 280 ms to load, and a reader of an uncompressed shard never needs it.
         from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
         from zarr.storage import MemoryStore
 
@@ -107,7 +115,7 @@ class _Metadata:
         self.group: Any = zarr.create_group(MemoryStore(store_dict=self._files), zarr_format=3)
 
     def array(self, plan: ArrayPlan, rows: int, *, inner: int, shard: int) -> Any:
-        """Make an array of ``rows`` rows, of ``inner`` rows a chunk and ``shard`` rows a file."""
+        """Make an array of ``rows`` rows, with ``inner`` rows a chunk and ``shard`` rows a file."""
         row = tuple(max(1, size) for size in plan.row)
         return self.group.create_array(
             plan.name,
@@ -118,23 +126,26 @@ class _Metadata:
             compressors=self._codec,
             fill_value=np.zeros((), dtype=plan.dtype)[()],
             chunk_key_encoding={"name": "default", "separator": "."},
-            config={"write_empty_chunks": True},  # a chunk that is not there must mean damage
+            # By default zarr leaves out chunks that hold only fill values. Here a missing chunk must mean damage.
+            config={"write_empty_chunks": True},
         )
 
     def drain(self, *, metadata: bool) -> Iterable[tuple[str, bytes]]:
-        """Take the files out that are ``metadata``, or those that are not: key and bytes."""
+        """Remove the metadata files from memory, or all others, and yield key and bytes of each."""
+        # A list first, because the loop removes entries of the dict.
         for key in [key for key in self._files if (key.rpartition("/")[2] == METADATA) == metadata]:
             yield key, self._files.pop(key).to_bytes()
 
 
 class _Plain(ColumnarWriter):
-    """Raw chunks by our own writes; the metadata comes last."""
+    """A writer of raw chunks by our own writes. The metadata comes last."""
 
     def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
         self._held = Held()
         self._folder = Folder(path)
         self._files: dict[str, BulkFile] = {}
+        # An array streams if it may hold a 256th of all bytes, so no more than 256 arrays can.
         least = max(STREAM_BYTES, nbytes // _MOST_STREAMED)
         try:
             for plan in self.streamed(least):
@@ -150,7 +161,8 @@ class _Plain(ColumnarWriter):
             self._held.add(plan.name, rows)
 
     def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
-        # Files written so far first: they give back what they were allocated too much.
+        # The streamed files first: truncating them frees the space that was allocated but not used, before the other
+        # files need theirs.
         for plan in self.plans:
             if (file := self._files.get(plan.name)) is not None:
                 chunks, chunk_nbytes = plain_chunks(plan, self.rows(plan))
@@ -165,6 +177,7 @@ class _Plain(ColumnarWriter):
             chunks, chunk_nbytes = plain_chunks(plan, rows)
             if chunks and plan.name not in self._files:
                 pieces = [as_bytes(index[plan.name])] if plan.is_index else self._held.pop(plan.name)
+                # The last inner chunk has full size in a raw shard file.
                 pad = bytes(chunks * chunk_nbytes - sum(len(piece) for piece in pieces))
                 self._folder.put(chunk_key(plan), [*pieces, pad, plain_index(chunks, chunk_nbytes)])
             inner = inner_rows(plan, rows)
@@ -173,7 +186,8 @@ class _Plain(ColumnarWriter):
         return {plan.name: self._place(plan) for plan in self.plans if plan.role == "values"}
 
     def _place(self, plan: ArrayPlan) -> Place:
-        # An array without bytes has no file, but its extents must name one that is there.
+        """Return the file in which the values of an array begin."""
+        # An array without bytes has no file, but its extents must name a file that exists.
         key = chunk_key(plan) if self.rows(plan) and plan.row_nbytes else METADATA
         return f"{self.path.name}/{key}", 0
 
@@ -183,14 +197,16 @@ class _Plain(ColumnarWriter):
 
 
 def _finish(folder: Folder, metadata: _Metadata, schema: Schema, samples: int) -> None:
+    """Write the metadata of all arrays and make all names durable."""
     metadata.group.attrs[ATTRIBUTE] = header(schema, samples)
+    # The metadata last: a writer that is killed before leaves a folder that no reader takes for a Zarr group.
     for key, data in metadata.drain(metadata=True):
         folder.put(key, [data])
     folder.sync()
 
 
 class _Compressed(ColumnarWriter):
-    """Chunks compressed by zarr, a shard file at a time."""
+    """A writer of chunks that zarr compresses, one shard file at a time."""
 
     def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
@@ -203,6 +219,7 @@ class _Compressed(ColumnarWriter):
         ready = self._steps[plan.name].push(rows)
         if ready is not None:
             step = self._steps[plan.name].step
+            # One file at a time, because zarr holds all compressed bytes of the assignment in memory.
             for at in range(0, len(ready), step):
                 self._write(plan, ready[at : at + step])
 
@@ -227,24 +244,28 @@ class _Compressed(ColumnarWriter):
             self._arrays[plan.name] = array
         else:
             start = array.shape[0]
+            # A new shard file begins exactly at ``start``, so no file is compressed and written twice.
             array.resize((start + len(rows), *plan.row))
         array[start:] = rows
+        # Written and removed from memory at once: a shard may be larger than memory.
         for key, data in self._metadata.drain(metadata=False):
             self._folder.put(key, [data])
 
     def _abort(self) -> None:
-        pass  # every file is closed as soon as it is written
+        # Every file is closed as soon as it is written, so there is nothing to close.
+        pass
 
 
 def _file_rows(plan: ArrayPlan) -> int:
-    """Rows of a compressed shard file, whole inner chunks."""
+    """Return the rows of a compressed shard file, whole inner chunks."""
     inner = -(-INNER_BYTES // plan.row_nbytes)
     return inner * max(1, _SHARD_BYTES // (inner * plan.row_nbytes))
 
 
 class _Reader(ColumnarReader):
-    """Reads a folder through zarr."""
+    """A reader of a folder through zarr."""
 
+    # A call of zarr takes 770 us for one sample, longer than reading 2 MiB in one piece.
     gap_bytes = 2**21
 
     def __init__(self, path: Path, schema: Schema, samples: int) -> None:
@@ -258,7 +279,9 @@ class _Reader(ColumnarReader):
 
         root = os.path.realpath(path)
         with corrupt_errors(f"{path} is not a Zarr group"):
+            # Before zarr opens it: zarr would wait for a pipe in the place of the file.
             plain_file(root, METADATA)
+            # Consolidated metadata is a second copy, which cachetool does not write and a foreign file may contradict.
             group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
             stored_schema, samples = parse_header(group.attrs.get(ATTRIBUTE), path=path, schema=schema)
         reader = cls(path, stored_schema, samples)
@@ -283,9 +306,11 @@ class _Reader(ColumnarReader):
 
 
 def _check_array(what: str, plan: ArrayPlan, array: Any) -> None:
-    """Raise :class:`CorruptError` unless zarr's metadata are those of an array of ours."""
+    """Raise :class:`CorruptError` unless zarr's metadata are those of an array that cachetool wrote."""
     if not hasattr(array, "shards") or array.dtype != plan.dtype or array.shape[1:] != plan.row:
         raise CorruptError(f"{what} is {array!r}, not rows of {plan.dtype} {plan.row}")
+    # The files are checked below by our own layout. An array with other codecs, such as a shard in a shard, would need
+    # other checks.
     codecs = _codecs(array)
     settings = codecs[0]["configuration"]
     inner = [codec["name"] for codec in settings["codecs"]]
@@ -301,7 +326,7 @@ def _check_array(what: str, plan: ArrayPlan, array: Any) -> None:
         and array.metadata.encode_chunk_key((0,) * len(array.shape)) == chunk_key(plan).rpartition("/")[2]
     )
     if not ours:
-        raise CorruptError(f"{what} is not stored as cachetool does it: {codecs}")
+        raise CorruptError(f"{what} is stored in a way that cachetool does not write: {codecs}")
 
 
 def _codecs(array: Any) -> Any:
@@ -309,7 +334,7 @@ def _codecs(array: Any) -> Any:
 
 
 def _check_files(root: str, plan: ArrayPlan, array: Any) -> None:
-    """Raise :class:`CorruptError` naming the file unless every chunk is there, whole."""
+    """Raise :class:`CorruptError`, naming the file, unless every chunk exists and is whole."""
     rows, per_file, inner = array.shape[0], array.shards[0], array.chunks[0]
     if not plan.row_nbytes:
         return

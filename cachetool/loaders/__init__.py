@@ -1,12 +1,12 @@
-"""Front doors for training scripts.
+"""Loaders: the modules that training scripts import, one for each framework.
 
-``loaders.torch`` and ``loaders.tensorflow`` import their framework, ``loaders.numpy`` is the engine without any;
-importing this package imports none of them.
+``loaders.torch`` and ``loaders.tensorflow`` import their framework; ``loaders.numpy`` needs none. Importing this
+package imports no framework.
 
 ::
 
-    Loader (base) -- feed: Processes, or one Thread        the training process
+    Loader (base) -- feed: Processes, or InProcess         the training process
         ring, slot    shared memory                        ------------------------------
-        feeder        produce: order -> gather -> slot     feeders
-        leader        turns: snapshots and leases          the first of them
+        feeder        order -> gather -> slot              feeders
+        leader        snapshots and leases                 the first of them
 """

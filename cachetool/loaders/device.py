@@ -1,13 +1,13 @@
-"""Batches on a device before they are asked for: the loop that PyTorch and JAX share, each with its own copies.
+"""The loop that copies batches to a device before they are asked for; PyTorch and JAX each provide the copies.
 
 ::
 
-    batches -- begin --> ahead: up to ``depth`` batches there -- arrive --> the training loop
+    batches -- begin --> ahead: up to ``depth`` batches on the device -- arrive --> the training loop
                   |
-                  +--> kept: batches here, each until its copy is done
+                  +--> kept: batches in host memory, each until its copy is done
 
-Memory of a batch is filled again once nobody sees the batch. So a batch here is kept until its copy is done, and a loop
-that is left waits for all copies.
+Feeders fill the memory of a batch again as soon as nothing refers to the batch. So a batch in host memory is kept until
+its copy is done, and a loop that is left waits for all copies.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ __all__ = ["Copy", "copied_ahead"]
 
 
 class Copy(Protocol):
-    """The copy of one batch to a device. Copies are done in the order in which they begin."""
+    """The copy of one batch to a device. Copies finish in the order in which they begin."""
 
     def begin(self, batch: Any) -> Any:
-        """Ask for the copy and return the batch there. Where this raises, parts may be on their way all the same."""
+        """Start the copy and return the batch on the device. If this raises an error, some arrays may be on their way
+        already."""
 
     def arrive(self) -> None:
-        """Let the training loop use the batch there. The copy may not refer to that batch any more."""
+        """Let the training loop use the batch on the device; from then on the copy must not refer to that batch."""
 
     def wait(self) -> None:
         """Wait until the copy is done."""
 
     @property
     def done(self) -> bool:
-        """Whether the batch here is not read any more."""
+        """True if the device no longer reads the batch in host memory."""
 
 
 def copied_ahead(batches: Iterator[Any], copies: Callable[[], Copy], depth: int) -> Iterator[Any]:
-    """Yield the batches on a device, up to ``depth`` of them on their way while one is in use.
+    """Yield the batches on a device, with up to ``depth`` further batches on their way while one is in use.
 
-    Of an :class:`Epoch` no batch is waited for while there is one to hand out, and a batch counts when it is handed
-    out. An error of ``batches`` is raised behind the batches before it.
+    If ``batches`` is an :class:`Epoch`, the loop waits for no batch of it while it has a batch to yield, and a batch
+    counts as delivered when it is yielded. An error of ``batches`` is raised after all batches before it were yielded.
     """
     epoch = batches if isinstance(batches, Epoch) else None
-    ahead: deque[tuple[Any, Copy]] = deque()  # batch there
-    kept: deque[tuple[Any, Copy]] = deque()  # batch here
+    ahead: deque[tuple[Any, Copy]] = deque()
+    kept: deque[tuple[Any, Copy]] = deque()
     failed: list[Exception] = []
     here = _until(batches if epoch is None else epoch.uncounted(), failed)
 
@@ -55,13 +56,16 @@ def copied_ahead(batches: Iterator[Any], copies: Callable[[], Copy], depth: int)
         """Begin the copy of one more batch; False when there is none."""
         for batch in here:
             copy = copies()
-            kept.append((batch, copy))  # also when the second of its arrays fails
+            # Kept before the copy begins: if the second array of a batch fails, the device may still read the first.
+            kept.append((batch, copy))
             ahead.append((copy.begin(batch), copy))
             return True
         return False
 
     try:
         while ahead or begin():
+            # Copies are started before the loop waits for one, so that depth=1 overlaps copy and computation in JAX
+            # too. epoch.ready keeps the loop from waiting for the feeders while the training process could compute.
             while len(ahead) <= depth and (epoch is None or epoch.ready) and begin():
                 pass
             ahead[0][1].arrive()
@@ -69,14 +73,20 @@ def copied_ahead(batches: Iterator[Any], copies: Callable[[], Copy], depth: int)
                 kept.popleft()
             if epoch is not None:
                 epoch.count()
-            yield ahead.popleft()[0]  # referred to by nothing here while it is in use
+            # Removed from the queue first, so that nothing here keeps memory of the device while the training loop uses
+            # it.
+            yield ahead.popleft()[0]
     except BaseException:
-        failed.clear()  # its traceback keeps the epoch, and itself
+        # The traceback of that error refers to this frame, and so to the epoch: both would live until the garbage
+        # collector runs.
+        failed.clear()
         raise
-    finally:  # also when the loop is left: the feeders would fill the memory again while it is read
+    finally:
+        # Also if the training loop is left with break: otherwise feeders would fill memory that the device still reads.
         try:
             _wait(kept)
-        except BaseException:  # a signal's handler, before it began
+        # The handler of a signal may raise before the wait has begun. A second wait makes sure that no copy still runs.
+        except BaseException:
             _wait(kept)
             raise
     if failed:
@@ -84,14 +94,18 @@ def copied_ahead(batches: Iterator[Any], copies: Callable[[], Copy], depth: int)
 
 
 def _until(batches: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
-    """The batches until they fail: those before that are on their way yet, and are to arrive."""
+    """Yield the batches; keep an error in ``failed`` instead of raising it."""
     try:
         yield from batches
-    except Exception as error:  # noqa: BLE001  # of whatever iterable, raised again
+    # The iterable is the user's, so any error may come. It is raised later, by copied_ahead(), because the batches
+    # before it are still on their way and must be trained first.
+    except Exception as error:  # noqa: BLE001
         failed.append(error)
 
 
 def _wait(kept: deque[tuple[Any, Copy]]) -> None:
     for _, copy in kept:
-        with contextlib.suppress(RuntimeError):  # where the device failed, or is the parent's, its next user is told
+        # The device may have failed, or, after a fork, belong to the parent process. The next call that uses the device
+        # raises the error; here it would hide the reason why the loop ended.
+        with contextlib.suppress(RuntimeError):
             copy.wait()

@@ -5,8 +5,8 @@
     passes of the loader   |----- 6 -----|-------- 9 --------|----------- 12 -----------|
     epochs of 8 steps      |------- 8 -------|------- 8 -------|------- 8 -------|-- ...
 
-A *pass* goes once through one snapshot. Trainers that keep the first length for all epochs, and learning-rate schedules
-that count steps, are right with epochs of one length; every pass still takes a snapshot of its own.
+A *pass* here is one walk through one snapshot. Trainers that keep the first length for all epochs, and learning-rate
+schedules that count steps, are correct with epochs of one length. Each pass still takes a snapshot of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ T = TypeVar("T")
 
 
 class FixedEpochs(Closing, Generic[T]):
-    """The batches of ``loader`` in epochs of ``steps`` batches; see :meth:`Loader.epochs_of`.
+    """The batches of a loader in epochs of a fixed number of steps; made by ``loader.epochs_of(steps=N)``.
 
-    An epoch that is left with ``break`` ends there; the next one goes on with the batch behind it, so no sample of a
-    pass is left out. ``state_dict`` says where the loader stands and how far this epoch is, and ``load_state_dict``
-    lets the next ``iter()`` give the rest of that epoch. Raises :class:`UsageError` for ``steps`` below 1.
+    A ``break`` ends an epoch, and the next epoch continues with the batch after it, so no sample of a pass is left out.
+
+    Args:
+        loader: The loader whose passes are read one after another.
+        steps: Number of batches in each epoch, 1 or more.
+
+    Raises:
+        UsageError: ``steps`` is not a whole number of 1 or more.
     """
 
     def __init__(self, loader: BaseLoader[T], *, steps: int) -> None:
@@ -45,50 +50,64 @@ class FixedEpochs(Closing, Generic[T]):
         self._begin: Callable[[], Iterator[T]] = lambda: iter(loader)
         self._how: object = None
         self._at = 0
-        """Batches of the present epoch that were handed out."""
+        """Number of batches of the present epoch that were yielded."""
         self._newest: object = None
-        """The iterator that was made last; older ones end with an error."""
+        """Mark of the iterator that was made last; older iterators end with an error."""
         self._resumed = False
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of one rank, at most."""
+        """Most samples in one batch of one rank."""
         return self.loader.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """True if every batch has ``batch_size`` samples."""
+        """True if every batch has exactly ``batch_size`` samples."""
         return self.loader.drop_last
 
     def __len__(self) -> int:
-        """Number of batches of every epoch."""
+        """Return the number of batches of every epoch."""
         return self._steps
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Raise :class:`UsageError`: this is no dataset for ``DataLoader``, which would ask for samples one by one."""
+        """Raise :class:`UsageError`, because this is not a dataset: a ``DataLoader`` would ask for single samples."""
         raise UsageError(
-            "epochs_of() gives batches: iterate it, or give it to the trainer as it is, without a DataLoader around it;"
-            " docs/trainers.md has the way for each trainer"
+            "epochs_of() returns batches: iterate it, or pass it to the trainer directly, not inside a DataLoader;"
+            " docs/README.md lists a page for each trainer"
         )
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch; of one that was loaded from a state, go on with the rest."""
-        loader = self.loader  # not self, which would then live until the garbage collector runs
+        """Begin an epoch; after :meth:`load_state_dict` continue with the rest of the saved epoch."""
+        # The function refers to the loader and not to self. A reference to self would be a cycle, so self and its
+        # feeders would live until the garbage collector runs.
+        loader = self.loader
         return self.begun_by(lambda: iter(loader), how=None)
 
     def begun_by(self, begin: Callable[[], Iterator[T]], *, how: object) -> Iterator[T]:
-        """Begin an epoch as ``iter()`` does, with passes that ``begin`` begins: those of a prefetcher, so that only
-        delivered batches count.
+        """Begin an epoch as ``iter()`` does, with passes that ``begin`` begins; prefetchers call this method.
 
-        ``how`` names the kind of ``begin``, such as a device. If the present pass was begun by another kind, its rest
-        comes by this one.
+        Only batches that the prefetcher delivers then count for :meth:`state_dict`.
+
+        Args:
+            begin: A function that begins a pass and returns its iterator.
+            how: A value that names the kind of ``begin``, such as a device. When the present pass was begun by another
+                kind, the rest of the pass comes through ``begin``.
+
+        Returns:
+            An iterator over the batches of the epoch.
+
+        Raises:
+            UsageError: While iterating: a newer iterator exists, or the loader has no batch.
         """
         progress = self._progress
         if progress is not None and (
             progress is not self.loader._progress or progress.feed.closed or progress.feed.pid != os.getpid()
         ):
-            self._pass = self._progress = None  # the loader was closed, iterated by somebody else, or forked
+            # The loader was closed, iterated by another caller, or this is a forked child: the pass belongs to others.
+            self._pass = self._progress = None
         elif self._pass is not None and how != self._how:
+            # A prefetcher has batches of the pass on its device that were not delivered. The state counts delivered
+            # batches only, so those batches come again.
             self.loader.load_state_dict(self.loader.state_dict())
             self._pass = self._progress = None
         if not self._resumed:
@@ -100,42 +119,59 @@ class FixedEpochs(Closing, Generic[T]):
     def _batches(self, token: object) -> Iterator[T]:
         while True:
             if self._newest is not token:
-                raise UsageError("this iterator ended when its loader was iterated again or closed")
+                raise UsageError("this iterator ended because its loader was iterated again or closed")
             if self._at == self._steps:
                 self._at, self._resumed = 0, False
                 return
             batch = self._next()
             self._at, self._resumed = self._at + 1, False
             yield batch
+            # Without this the generator would refer to the batch while the next one is made, so its memory could not be
+            # used again.
             del batch
 
     def _next(self) -> T:
-        """The next batch of this pass, or the first of the next one."""
+        """Return the next batch of this pass, or the first batch of the next pass."""
         try:
             for batch in self._pass or ():
                 return batch
-            for _ in range(2):  # nothing may be left of a pass that was resumed
-                # Of a view every pass is read whole, so its lengths say nothing about a trainer that kept one.
+            # Twice, because nothing may be left of a pass that was resumed at its end.
+            for _ in range(2):
+                # The loader prints a line if a trainer leaves an epoch at an old length. This view reads each pass
+                # completely, so the lengths say nothing.
                 self.loader._lengths.forget()
                 self._pass = self._begin()
                 for batch in self._pass:
                     self._progress = self.loader._progress
                     return batch
         except BaseException:
-            self._pass = self._progress = None  # a pass with a hole in it is not gone on with
+            # An error lost batches of this pass; the next epoch must not continue it with a gap.
+            self._pass = self._progress = None
             raise
-        raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader gives no batch")
+        raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader has no batches")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training stands, as plain values: the state of the loader, and how many batches of this epoch
-        were handed out. Raises what :meth:`Loader.state_dict` does."""
+        """Return the position of training as plain values: the state of the loader and the place in this epoch.
+
+        Returns:
+            A dict of plain values, for :meth:`load_state_dict`.
+
+        Raises:
+            UsageError: As ``Loader.state_dict()``.
+        """
         return {"state": STATE, "at": self._at % self._steps, "steps": self._steps, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next ``iter()`` go on where ``state_dict`` was called.
+        """Let the next ``iter()`` continue where ``state_dict()`` was called.
 
-        With another number of ``steps`` that epoch goes on up to the new number. Raises :class:`UsageError` for what is
-        no state of such epochs, and what :meth:`Loader.load_state_dict` raises; nothing has changed then.
+        With another number of ``steps`` that epoch continues up to the new number.
+
+        Args:
+            state: A dict from :meth:`state_dict`.
+
+        Raises:
+            UsageError: ``state`` is not the state of such epochs, or ``Loader.load_state_dict()`` refuses it. Nothing
+                has changed then.
         """
         kinds = {"at": is_whole, "loader": lambda value: isinstance(value, Mapping)}
         require_state(state, kinds, of="epochs of fixed length")
@@ -150,14 +186,12 @@ class FixedEpochs(Closing, Generic[T]):
 
 
 def require_one_epoch(loader: BaseLoader[Any] | FixedEpochs[Any]) -> None:
-    """Raise :class:`UsageError` for what is no loader, and for one with ``concurrent=True``, whose state a trainer
-    cannot save.
-
-    Trainers call ``iter()`` again while they hold an older iterator. With ``concurrent=True`` each call begins an epoch
-    beside the others, which is no part of the state.
-    """
+    """Raise :class:`UsageError` if ``loader`` is no loader, or has ``concurrent=True``, with which a trainer cannot
+    save a state."""
     base = loader.loader if isinstance(loader, FixedEpochs) else loader
     if not hasattr(base, "epochs_of"):
-        raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
+        raise UsageError(f"{loader!r} is not a loader of cachetool; use a Loader or loader.epochs_of(steps=N)")
+    # Trainers call iter() again while they hold an older iterator. With concurrent=True each call begins an epoch
+    # beside the others, and only one epoch is part of the state.
     if base._concurrent:
-        raise UsageError("a loader with concurrent=True has no state that a trainer could save; leave it out")
+        raise UsageError("a loader with concurrent=True has no state that a trainer can save; leave out concurrent=")

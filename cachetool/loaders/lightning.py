@@ -1,4 +1,4 @@
-"""Growth and resume in Lightning's Trainer: a callback for the training loaders, and a data module that brings it.
+"""Growth and resume in Lightning's Trainer: a callback for the training loaders, and a data module that adds it.
 
 ::
 
@@ -6,9 +6,9 @@
     trainer = Trainer(max_epochs=90)
     trainer.fit(model, datamodule=data)                          # later also: ckpt_path="last"
 
-Lightning asks a loader for its length once and takes so many batches of every epoch, so a cache that grows would be
-trained in part. It also restores the state of a loader only from checkpoints of the middle of an epoch. Both
-``lightning`` and ``pytorch_lightning`` are supported: import the Trainer before this module where both are installed.
+Lightning asks a loader for its length once and takes that many batches of every epoch, so it would train only a part of
+a growing cache. It restores the state of a loader only from checkpoints in the middle of an epoch. Both ``lightning``
+and ``pytorch_lightning`` are supported; if both are installed, import the Trainer before this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from cachetool.loaders.torch import Loader
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule
 elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    # The two packages have classes of their own: a Trainer of one of them refuses a data module of the other.
+    # Each of the two packages has classes of its own, and a Trainer of one refuses a data module of the other. So the
+    # package that the user has imported decides.
     from pytorch_lightning import Callback, LightningDataModule
 else:
     try:
@@ -44,17 +45,27 @@ TrainingLoader: TypeAlias = Loader | FixedEpochs[dict[str, Any]]
 
 
 class GrowthCallback(Callback):  # type: ignore[misc]
-    """Lets Lightning train every epoch whole while the cache grows, and keeps the loaders' state in its checkpoints.
+    """A callback of Lightning's Trainer that trains every epoch whole while the cache grows.
 
-    ::
+    The callback lets Lightning ask for the length before every epoch, and keeps the state of the loaders in the
+    checkpoints of the Trainer. Do not give it the validation loader: every validation asks for its length anyway.
 
-        with Loader("data/cache", batch_size=64) as loader:
-            Trainer(max_epochs=90, callbacks=[GrowthCallback(loader)]).fit(model, loader)
+    Args:
+        *loaders: The training loaders: :class:`cachetool.loaders.torch.Loader` or its ``epochs_of(steps=N)``, in the
+            same order in every run of a training. At least one.
+        name: Name of the state in a checkpoint. Needed where one Trainer has several of these callbacks. Default:
+            ``GrowthCallback``.
 
-    ``loaders`` are the training loaders: :class:`Loader` or the view of :meth:`Loader.epochs_of`, in the same order in
-    every run of a training. Several callbacks in one Trainer need different values of ``name``. The validation loader
-    is not given: every validation asks for its length anew. Raises :class:`UsageError` for no loader, and for what is
-    none.
+    Raises:
+        UsageError: No loader was given, an argument is not a loader, or a loader has ``concurrent=True``.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from cachetool.loaders.lightning import GrowthCallback
+        >>> from cachetool.loaders.torch import Loader
+        >>> with Loader("data/cache", batch_size=8, fields=["volume", "label"]) as loader:
+        ...     trainer = Trainer(max_epochs=2, callbacks=[GrowthCallback(loader)], accelerator="cpu", logger=False)
+        ...     trainer.fit(model, loader)
     """
 
     def __init__(self, *loaders: TrainingLoader, name: str | None = None) -> None:
@@ -68,47 +79,84 @@ class GrowthCallback(Callback):  # type: ignore[misc]
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in a checkpoint."""
+        """The name of this callback's state in a checkpoint."""
         return "GrowthCallback" if self._name is None else self._generate_state_key(name=self._name)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let Lightning set up the data, and so ask for the length, before every epoch."""
-        trainer.reload_dataloaders_every_n_epochs = 1  # a plain attribute, which Lightning reads before each epoch
+        """Let Lightning ask for the length before every epoch; Lightning calls this method.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+        # A plain attribute of the trainer, which Lightning reads before each epoch, so it can be set after the trainer
+        # was made.
+        trainer.reload_dataloaders_every_n_epochs = 1
         self._epoch_ended = False  # no checkpoint was loaded in this run
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Forget the lengths of earlier epochs, which no longer decide where this epoch ends."""
+        """Forget the lengths of earlier epochs, which do not decide where this epoch ends; Lightning calls this method.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+        """
         _forget_lengths(self._loaders)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let the next validation ask for its length.
+        """Let the next validation ask for its length; Lightning calls this method.
 
-        Lightning keeps the length of the sanity check for the first validation, and that of the first validation of an
-        epoch for the others of that epoch.
+        Lightning keeps the length of the sanity check for the first validation, and the length of the first validation
+        of an epoch for the others of that epoch.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
         """
         _forget_lengths(trainer.val_dataloaders)
-        # Private, since Lightning has no public way. A Lightning without this attribute keeps the lengths as described.
+        # The attribute is private, because Lightning has no public way. A Lightning without it keeps the old lengths,
+        # so a validation may then miss new samples, but nothing fails.
         validation: Any = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
         if hasattr(validation, "_last_val_dl_reload_epoch"):
             validation._last_val_dl_reload_epoch = float("-inf")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the loaders. Lightning itself restores them only in the middle of an epoch."""
+        """Return the states of the loaders for a checkpoint; Lightning itself restores them only in the middle of an
+        epoch.
+
+        Returns:
+            A dict of plain values.
+
+        Raises:
+            UsageError: A loader has no state; see ``Loader.state_dict()``.
+        """
         return {"loaders": [loader.state_dict() for loader in self._loaders]}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Let Lightning go on where the loaders do: in the epoch of the checkpoint, or in the next one."""
+        """Let Lightning continue where the loaders do: in the epoch of the checkpoint, or in the next one.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model.
+            checkpoint: The checkpoint, whose counters are corrected.
+        """
         self._epoch_ended = _finish_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the loaders go on where the checkpoint was made, before Lightning asks them for a length.
+        """Let the loaders continue where the checkpoint was made, before Lightning asks them for a length.
 
-        Raises :class:`UsageError` for the state of another number of loaders, and what ``load_state_dict`` of the
-        loaders raises.
+        Args:
+            state_dict: A dict from :meth:`state_dict`.
+
+        Raises:
+            UsageError: The state is that of another number of loaders, or ``Loader.load_state_dict()`` refuses it.
         """
         states = state_dict["loaders"]
         if len(states) != len(self._loaders):
-            raise UsageError(f"the checkpoint has the state of {len(states)} loaders, here are {len(self._loaders)}")
+            raise UsageError(
+                f"the checkpoint has the state of {len(states)} loaders, this GrowthCallback has {len(self._loaders)}"
+            )
         for loader, state in zip(self._loaders, states, strict=True):
             loader.load_state_dict(state)
             if self._epoch_ended:
@@ -116,23 +164,33 @@ class GrowthCallback(Callback):  # type: ignore[misc]
 
 
 class CacheDataModule(LightningDataModule):  # type: ignore[misc]
-    """A data module whose loaders read a cache; it adds the :class:`GrowthCallback` to the Trainer itself.
+    """A data module of Lightning whose loaders read a cache.
 
-    ::
+    The data module adds a :class:`GrowthCallback` to the Trainer. Each process makes its loaders when Lightning first
+    asks for them, so every strategy can start its processes. The loaders are closed when a fit ends; the next fit
+    begins the next epoch.
 
-        data = CacheDataModule("data/cache", validation=0.1, batch_size=64)
-        Trainer(max_epochs=90).fit(model, datamodule=data)
+    Args:
+        cache_or_paths: The samples, as for :class:`cachetool.loaders.torch.Loader`.
+        validation: Share of the samples that is held out for validation, between 0 and 1 or text such as ``"10%"``. The
+            training loader then has ``split="train"``, the validation loader ``split="validation"`` and the order of
+            the cache. Default: no validation.
+        steps: Number of batches in an epoch of the Trainer, pass after pass of the cache, as
+            ``loader.epochs_of(steps=N)``; for learning-rate schedules that count steps. Default: an epoch is one pass.
+        validation_options: Options of the validation loader in place of those in ``options``, such as ``batch_size`` or
+            ``transform``. With ``{"dataset": "held-out"}`` and without ``validation`` the module validates on another
+            dataset. Default: none.
+        **options: Keyword arguments of :class:`cachetool.loaders.torch.Loader` for both loaders; ``batch_size`` is
+            required, ``split`` is not allowed. They are checked when the loaders are made.
 
-    ``options`` are those of :class:`cachetool.loaders.torch.Loader`. ``validation`` is the part of the samples that is
-    held out, as there: the training loader then reads ``split="train"``, the validation loader ``split="validation"``
-    in the order of the cache. ``validation_options`` replaces options of the validation loader, such as ``batch_size``
-    or ``transform``; with ``{"dataset": "held-out"}`` and without ``validation`` it validates on another dataset.
-    With ``steps`` an epoch of the Trainer has so many batches, pass after pass of the cache, as
-    :meth:`Loader.epochs_of` says: for learning-rate schedules that count steps.
+    Raises:
+        UsageError: ``split`` is given, or ``validation_options`` is not a dict.
 
-    Each process makes its loaders when Lightning first asks for them, so every strategy can start its processes; they
-    are closed when a fit ends, and the next fit goes on with the next epoch. Raises :class:`UsageError` for options
-    that this class sets itself; the other options are checked when the loaders are made.
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from cachetool.loaders.lightning import CacheDataModule
+        >>> data = CacheDataModule("data/cache", validation=0.2, batch_size=8, fields=["volume", "label"])
+        >>> Trainer(max_epochs=2, accelerator="cpu", logger=False).fit(model, datamodule=data)
     """
 
     def __init__(
@@ -146,9 +204,13 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if not isinstance(validation_options, Mapping | None):
-            raise UsageError(f"validation_options={shown(validation_options)} cannot be used: a dict of options")
+            raise UsageError(
+                f"validation_options={shown(validation_options)} cannot be used; it must be a dict of options"
+            )
         if "split" in options or "split" in (validation_options or {}):
-            raise UsageError("split= is set by validation=: a part of the samples, as 0.1, is held out from training")
+            raise UsageError(
+                "leave out split=; use validation= for the fraction of samples that is held out, such as 0.1"
+            )
         parts: list[dict[str, Any]] = [{}, {}]
         if validation is not None:
             parts = [{"split": split, "validation": validation} for split in ("train", "validation")]
@@ -161,32 +223,50 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
         self._growth: GrowthCallback | None = None
         self._is_parked = False
         if validation is None and validation_options is None:
-            # Lightning looks which methods a data module has of its own: without held-out samples not this one, or it
-            # would warn about a missing validation_step.
+            # Lightning checks which methods a data module overrides. Without held-out samples this one must not count
+            # as overridden, or Lightning would warn about a missing validation_step.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def train_dataloader(self) -> TrainingLoader:
-        """Return the training loader, always the same one in a process."""
+        """Return the training loader, always the same object in a process; Lightning calls this method.
+
+        Returns:
+            A :class:`cachetool.loaders.torch.Loader`, or with ``steps`` its ``epochs_of(steps=N)``.
+
+        Raises:
+            UsageError: An option of the loader cannot be used.
+        """
         if self._training is None:
             loader = Loader(self._place, **self._training_options)
             self._training = loader if self._steps is None else loader.epochs_of(steps=self._steps)
         return self._training
 
     def val_dataloader(self) -> Loader:
-        """Return the validation loader, always the same one in a process."""
+        """Return the validation loader, always the same object in a process; Lightning calls this method.
+
+        Returns:
+            A :class:`cachetool.loaders.torch.Loader`.
+
+        Raises:
+            UsageError: An option of the loader cannot be used.
+        """
         if self._validation is None:
             self._validation = Loader(self._place, **self._validation_options)
         return self._validation
 
     def test_dataloader(self) -> NoReturn:
-        """Raise :class:`UsageError`: a split has no third part."""
+        """Raise :class:`UsageError`, because a split has no third part; give ``trainer.test()`` a loader of its own."""
         raise UsageError(
             "a CacheDataModule has no samples for tests; give trainer.test() a loader of its own, such as"
             " dataloaders=Loader(cache, dataset='held-out', shuffle=False, batch_size=64)"
         )
 
     def setup(self, stage: str) -> None:
-        """Add the callback to the Trainer of this fit, if it has none of this data module."""
+        """Add the callback to the Trainer of this fit; Lightning calls this method.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Only ``"fit"`` does something.
+        """
         if stage != "fit":
             return
         loader = self.train_dataloader()
@@ -197,10 +277,15 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
             self._growth = GrowthCallback(loader, name="CacheDataModule")
         callbacks = getattr(self.trainer, "callbacks", None)
         if callbacks is not None and self._growth not in callbacks:
-            callbacks.insert(0, self._growth)  # Lightning keeps the checkpoint callbacks last
+            # Inserted first, because Lightning relies on the checkpoint callbacks being last.
+            callbacks.insert(0, self._growth)
 
     def teardown(self, stage: str) -> None:
-        """Close the loaders. They go on in the next fit, validation or test."""
+        """Close the loaders, which continue in the next fit, validation or test; Lightning calls this method.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
         if self._training is not None and not self._is_parked:
             _park(self._training)
             self._is_parked = stage == "fit"
@@ -208,31 +293,36 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
             self._validation.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the loaders, since Lightning calls no ``teardown`` after an exception."""
+        """Close the loaders, because Lightning calls no ``teardown`` after an exception.
+
+        Args:
+            exception: The exception that ended the fit.
+        """
         self.teardown("fit")
 
     def __str__(self) -> str:
-        # Lightning's would read an epoch of every loader to count its data sets.
+        # The method of Lightning would count the samples of each data set by reading an epoch of every loader.
         return f"CacheDataModule({str(self._place)!r}, batch_size={self._training_options.get('batch_size')})"
 
 
 def _forget_lengths(loaders: Any) -> None:
-    """Let the loaders print no line about an old length.
-
-    A run that is stopped, or a sanity check, may leave an epoch exactly at the length of an earlier one.
-    """
+    """Let the loaders forget the lengths that they returned, so that they print no line about an old one."""
+    # A run that is stopped, or a sanity check, may leave an epoch exactly at the length of an earlier one, which is no
+    # mistake of the trainer.
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-        loader = getattr(loader, "loader", loader)  # of a view of epochs_of()
+        loader = getattr(loader, "loader", loader)
         if isinstance(loader, BaseLoader):
             loader._lengths.forget()
 
 
 def _park(loader: TrainingLoader) -> None:
-    """Close the loader so that its state can still be saved: ``trainer.save_checkpoint()`` comes after ``fit()``."""
+    """Close the loader, but keep its state."""
     state = None
-    with contextlib.suppress(CacheToolError):  # feeders that failed have no state
+    # trainer.save_checkpoint() may come after fit(), when the loader is closed, so the state is asked for before and
+    # loaded again. Feeders that failed have no state.
+    with contextlib.suppress(CacheToolError):
         state = loader.state_dict()
     loader.close()
     if state is not None:
@@ -240,10 +330,8 @@ def _park(loader: TrainingLoader) -> None:
 
 
 def _begin_next(loader: TrainingLoader) -> None:
-    """Let a loader whose epoch was left begin another one, as it does in a process that goes on.
-
-    With the rest of the old epoch Lightning would end its new epoch early, and leave out the validation.
-    """
+    """Let a loader whose epoch was left begin the next epoch, as it does in a process that continues."""
+    # With only the rest of the old epoch Lightning would end its new epoch early, and leave out the validation.
     state = loader.state_dict()
     if isinstance(loader, FixedEpochs):
         loader.load_state_dict({**state, "at": 0})
@@ -252,15 +340,17 @@ def _begin_next(loader: TrainingLoader) -> None:
 
 
 def _finish_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Change the counters of a checkpoint so that its last epoch has ended exactly if its last batch was trained;
-    returns whether the epoch has ended.
+    """Correct the counters of a checkpoint, so that its last epoch counts as ended exactly if its last batch was
+    trained.
 
-    Lightning takes some checkpoints from behind the last batch for unfinished epochs: those of the last validation of
-    an epoch, of ``every_n_train_steps``, and with ``max_steps`` also those of ``on_train_epoch_end``. It compares their
-    number of batches with the length of the next epoch. When the cache has grown meanwhile, it takes the difference
-    from the next pass of the loader and leaves that pass. An epoch that was stopped early it takes for finished. It
-    then counts the rest of that epoch as another one, without its validation and without a step of its schedules.
+    Returns True if the epoch has ended.
     """
+    # Lightning takes some checkpoints after the last batch for ones of an unfinished epoch: those of the last
+    # validation of an epoch, of every_n_train_steps, and with max_steps also those of on_train_epoch_end. It compares
+    # their number of batches with the length of the next epoch. If the cache has grown meanwhile, Lightning takes the
+    # difference from the next pass of the loader and then leaves that pass. An epoch that was stopped early counts as
+    # finished for Lightning. It then counts the rest of that epoch as another one, without a validation and without a
+    # step of its schedules.
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, batches = loop.get("epoch_progress"), loop.get("epoch_loop.batch_progress")
     if not epochs or not batches or epochs["current"]["started"] < epochs["current"]["ready"]:
@@ -272,10 +362,12 @@ def _finish_epoch(checkpoint: Mapping[str, Any]) -> bool:
                 counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)
         return False
     if not is_processed:
-        # Lightning counts a step for its loggers only after the checkpoint of that step.
+        # Lightning saves the checkpoint of a step before it counts this step for its loggers, so the count is one too
+        # low.
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     for counts in (epochs["current"], epochs["total"], batches["total"]):
         counts.update(dict.fromkeys(counts, counts["ready"]))
     batches.update(current=dict.fromkeys(batches["current"], 0), is_last_batch=False)
-    loop["state_dict"].pop("combined_loader", None)  # this callback has the states of the loaders
+    # This callback has the states of the loaders. Lightning must not restore them once more.
+    loop["state_dict"].pop("combined_loader", None)
     return True

@@ -1,11 +1,11 @@
-"""What the loaders of all frameworks are: an epoch at each ``iter()``, state, and the feed behind them.
+"""The base of the loaders of all frameworks: arguments, epochs, lengths, and state.
 
-The lengths that ``len()`` of a loader returned, and the one line about a trainer that kept an old one.
+The arguments of a loader are checked once, and kept as :class:`~cachetool.loaders.settings.Settings`. Each ``iter()``
+begins an epoch, whose batches a feed makes.
 
-A trainer that asks for the length once, and then takes so many batches of every epoch, trains a growing cache only in
-part, without an error anywhere. The loader sees this: an epoch is left exactly where another epoch would have ended.
-
-The arguments of a loader, checked once and kept as :class:`~cachetool.loaders.settings.Settings`.
+A trainer may ask for the length once and then take that many batches of every epoch. It then trains only a part of a
+growing cache, without any error. :class:`Lengths` detects this, because an epoch is left exactly where another epoch
+would have ended.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     """Return the settings of a loader, its ``steps=`` and its ``workers=``.
 
     ``options`` has the keyword arguments of :class:`cachetool.loaders.numpy.Loader`. The settings are those of the only
-    process of a run; :meth:`BaseLoader._placed` adds rank, world size and run. Raises :class:`UsageError` naming the
-    argument and its value.
+    process of a run; :meth:`BaseLoader._placed` adds rank, world size and run later. Raises :class:`UsageError`, which
+    names the argument and its value.
     """
     values = dict(options)
     for name, least in _LEAST.items():
@@ -70,10 +70,13 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     values["where"] = parse_where(values["where"])
     _check(values)
     if isinstance(cache_or_paths, CacheDir):
-        cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
+        # Feeders open the cache by its folder, so the cap of this open cache must be on the disk before they start.
+        cache_or_paths.settle_cap()
     root, paths = located(cache_or_paths, values["dataset"])
     values["min_each"] = values["min_samples"] is None
     if values["min_each"]:
+        # A validation side or a selection may be smaller than one batch for ever, so a loader that waited for a whole
+        # batch would never begin.
         may_be_few = values["split"] == "validation" or values["where"] is not None
         values["min_samples"] = 1 if may_be_few else values["batch_size"]
     values |= {
@@ -108,38 +111,44 @@ def _check(values: Mapping[str, Any]) -> None:
 
 def _require(good: bool, name: str, value: object, wanted: str) -> None:
     if not good:
-        raise UsageError(f"{name}={shown(value)} cannot be used: {wanted}")
+        raise UsageError(f"{name}={shown(value)} cannot be used; it must be {wanted}")
 
 
 _KEPT = 64
-"""Epochs whose lengths are remembered."""
+"""Number of epochs whose lengths are remembered."""
 
 
 class Lengths:
-    """The lengths told by one loader, and whether its present epoch is left at one of another epoch."""
+    """The lengths that ``len()`` of one loader returned, and a check that no epoch is left at the length of another."""
 
     def __init__(self) -> None:
         self._by_epoch: dict[int, int] = {}
         self._warned = False
+        # The loader has it too. This object is checked when the loader is collected, so it must not refer to the
+        # loader, which would then never be collected.
         self.progress: Progress | None = None
-        """Progress of the epoch that was begun last. The loader has it too; but this object is checked when the loader
-        is collected, so it must not refer to the loader."""
+        """Progress of the epoch that was begun last."""
 
     def tell(self, epoch: int, length: int) -> int:
-        """Note that ``len()`` returned ``length`` for this epoch, and return it."""
-        self._by_epoch.pop(epoch, None)  # so that the epochs asked for last stay
+        """Remember that ``len()`` returned ``length`` for this epoch, and return it."""
+        # Removed and inserted anew, so that the epochs that were asked for last are kept.
+        self._by_epoch.pop(epoch, None)
         self._by_epoch[epoch] = length
         if len(self._by_epoch) > _KEPT:
             del self._by_epoch[next(iter(self._by_epoch))]
         return length
 
     def forget(self) -> None:
-        """Forget all lengths. An integration that asks for the length of each epoch calls this before, because an epoch
-        that is left at an older length is then left on purpose: by early stopping, or at a number of steps."""
+        """Forget all lengths.
+
+        An integration that asks for the length of each epoch calls this first, because an epoch that is left at an
+        older length is then left on purpose: by early stopping, or at a number of steps.
+        """
         self._by_epoch.clear()
 
     def check(self) -> None:
-        """Say once on stderr, on rank 0, that the epoch begun last was left at the length of another epoch.
+        """Print one line to stderr, once and on rank 0, if the epoch begun last was left at the length of another
+        epoch.
 
         Called when the next epoch begins, when the loader is closed, and at the latest when it is collected or the
         process ends.
@@ -147,27 +156,92 @@ class Lengths:
         progress, self.progress = self.progress, None
         if progress is None or self._warned or not progress.left or progress.feed.pid != os.getpid():
             return
+        # All ranks leave an epoch at the same step, so one line by rank 0 is enough.
         if progress.begun.steps.rank:
-            return  # rank 0 says it for all
+            return
         epoch, reached = progress.begun.epoch, progress.before + progress.step
         others = [number for number, length in self._by_epoch.items() if length == reached and number != epoch]
         if not others or self._by_epoch.get(epoch) == reached:
             return
         self._warned = True
         say(
-            f"epoch {epoch} was left after {reached} of {progress.before + progress.steps} batches, the length of epoch"
-            f" {others[-1]}: the trainer kept that length, so what came to the cache since is not trained; use"
-            " loader.epochs_of(steps=N), or the integration for this trainer in docs/trainers.md"
+            f"epoch {epoch} ended after {reached} of {progress.before + progress.steps} batches, because the trainer"
+            f" kept the length of epoch {others[-1]}, so samples added since then are not trained; use"
+            " loader.epochs_of(steps=N), or see the page of this trainer in docs/README.md"
         )
 
 
 T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
-"""An open cache, its folder, or one or several shards outside any cache."""
+"""An open cache, its folder, or one or several shards outside of any cache."""
 
 
 class BaseLoader(Closing, ABC, Generic[T]):
-    """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
+    """The base class of all loaders: the batches of a cache, epoch by epoch.
+
+    ``iter(loader)`` begins an epoch, which reads every sample of one snapshot of the cache once. Feeder processes make
+    the batches in shared memory. A loader is a context manager; :meth:`close` stops its feeders.
+
+    Args:
+        cache_or_paths: The samples: an open cache, or the folder of a cache. Or files outside any cache, which take no
+            lease: a folder that ``cachetool convert --out`` wrote, one of its files, or a list of such folders and
+            files.
+        batch_size: Most samples in one batch of one rank; 1 or more.
+        fields: The name of a field, or a list of names: the fields of a batch, in this order. Default: all fields of
+            the dataset.
+        shuffle: ``"full"`` or True: another random order in each epoch. ``"window"``: a random order in which
+            neighbouring samples are read together, which is faster for small samples on a cold disk. False: the order
+            in which the samples arrived in the cache. Default: ``"full"``.
+        seed: Whole number that decides the random order, together with the number of the epoch and its snapshot.
+            Default: 0.
+        drop_last: True: every batch has ``batch_size`` samples, and the remainder is left out. False: the sizes of the
+            batches of an epoch differ by at most one sample; when fewer samples than ranks are left, some of the last
+            batches are empty. Default: False.
+        rank: Number of this process among those that divide the samples, from 0. Give it together with ``world_size``.
+            Default: the environment variables ``RANK`` and ``WORLD_SIZE``, read when an epoch begins or is counted;
+            without them 0 of 1. A cache that holds one node's share of its source is then divided by the ranks of that
+            node only.
+        world_size: Number of processes that divide the samples. No sample goes to two of them, and all take the same
+            number of steps. Default: see ``rank``.
+        steps: Most batches in one epoch, 1 or more; batches delivered before a resume count. Default: all batches of
+            the snapshot.
+        workers: Number of feeder processes. 0: ``next()`` makes the batch in the calling process. Default: 2.
+        prefetch: Batches that each feeder keeps ready, 1 to 8192, including the batch in use; a feeder keeps at
+            least 2. Default: 96 MiB of batches in all feeders together, at least 12 MiB and at most 128 batches in
+            each; up to four times as many when the training loop has to wait again and again.
+        transform: A function from one sample, a dict, to another dict. The feeders call it. If the function has a
+            parameter ``rng``, it gets a ``numpy.random.Generator`` that ``seed``, epoch and sample decide. The first
+            result fixes the fields, dtypes and shapes. Default: none.
+        transform_each: ``"sample"``: ``transform`` gets one sample. ``"batch"``: it gets a dict of columns, arrays of
+            shape (k, *shape). Default: ``"sample"``.
+        dataset: Name of the dataset of the cache. Default: ``"default"``, or the only dataset. Not for files outside a
+            cache.
+        run: Name of the training run, the same on all its ranks, which then share snapshots. Default: a name from the
+            environment of torchrun or Slurm.
+        split: ``"train"`` or ``"validation"``: read only this side of the samples. A hash of ``__key__`` decides the
+            side, so a sample never changes sides. Default: all samples.
+        validation: Share of the samples on the validation side, between 0 and 1, or text such as ``"10%"``. Needs
+            ``split``. Default: 5 %.
+        where: Read only samples with these values: a dict from the name of a field to a number, a text, or a set, list
+            or range of them. All fields must match. Example: ``{"label": {0, 1}}``. Default: all samples.
+        min_samples: Samples that must be in the cache before the first epoch begins. Default: ``world_size`` x
+            ``batch_size``; with ``split="validation"`` or ``where``: ``world_size``.
+        wait: Longest time to wait for ``min_samples``, in seconds or as text such as ``"10min"``. Default: 600.
+        hold: Time for which the snapshot of the next epoch stays leased after the present epoch ended or its loop was
+            left, in seconds or as text. Default: 60.
+        epochs: Number of epochs after which no further snapshot is taken in advance. Default: no limit.
+        missing: For a resumed epoch of which shards were evicted: ``"error"`` raises an error, ``"skip"`` leaves their
+            samples out. Default: ``"error"``.
+        verify: True: the feeders compare every value with the checksum that was stored with it. Default: False.
+        concurrent: True: an iterator continues when the loader is iterated again, and each thread may have its own
+            epoch; each further iterator has its own feeders. False: older iterators end with an error. Default: False.
+
+    Raises:
+        UsageError: An argument cannot be used; there is no such cache, dataset or field; or too few samples arrived
+            within ``wait`` seconds (raised by ``iter()`` or ``len()``).
+        CorruptError: Stored bytes do not match their layout or, with ``verify``, their checksum (raised while
+            iterating).
+    """
 
     @answering(OF_LOADERS)
     def __init__(
@@ -201,33 +275,43 @@ class BaseLoader(Closing, ABC, Generic[T]):
     ) -> None:
         self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
         self._given = given(rank, world_size)
-        self._here: tuple[int, Settings] | None = None  # a pid, and the settings with the place of that process
+        self._here: tuple[int, Settings] | None = None
+        """Process id, and the settings with the rank and world size of that process."""
         self._fed_with: Settings | None = None
         self._transform = transform
         self._concurrent, self._claim = concurrent, threading.Lock()
         self._home: threading.Thread | None = None
+        # Serialised in the constructor, so that a function that cannot be sent to the feeders raises its error here,
+        # and not at the first epoch.
         self._function = b"" if transform is None or self._workers == 0 else dumps(transform)
         self._epoch, self._chosen = 0, False
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._latest: weakref.ref[Epoch[T]] | None = None  # iterator of the epoch that was begun last
-        self._progress: Progress | None = None  # of that epoch
+        # A weak reference, so that an iterator that the user forgets is collected, and its lease ends after hold=
+        # seconds.
+        self._latest: weakref.ref[Epoch[T]] | None = None
+        self._progress: Progress | None = None
+        """Progress of the epoch that was begun last."""
         self._resume: dict[str, Any] | None = None
-        self._taken = self._resumed = 0  # batches of the epoch to resume that were delivered before, and its number
-        self._loaded = False  # whether a state was loaded, and no epoch begun since
-        self._last = self._others = -1  # number of the epoch that was begun last, and of the last one beside another
+        self._taken = self._resumed = 0
+        """Number of batches of the epoch to resume that were delivered before, and number of that epoch."""
+        self._loaded = False
+        """True if a state was loaded and no epoch was begun since."""
+        self._last = self._others = -1
+        """Number of the epoch that was begun last, and number of the last one that ran beside another."""
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
         self._lengths = Lengths()
+        # A trainer may never close its loader. The finalizer prints the line at the latest when the process ends.
         weakref.finalize(self, self._lengths.check)
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
 
     def _world(self) -> tuple[int, int]:
-        """Rank and world size of this process, looked up anew."""
+        """Return rank and world size of this process, looked up at each call."""
         return self._given or launched()
 
     def _shared_run(self) -> str | None:
-        """A name of this run that all its processes have, when the launcher gave none."""
+        """Return a name of the run that all its processes have, if the launcher gave none."""
         return None
 
     @property
@@ -236,29 +320,31 @@ class BaseLoader(Closing, ABC, Generic[T]):
         return False
 
     def _agreed(self, steps: int) -> int:
-        """How many steps all ranks take, when this one could take ``steps``."""
+        """Return the number of steps that all ranks take if this rank could take ``steps``."""
         return steps
 
     @abstractmethod
     def _finish(self, batch: Batch) -> T:
-        """The batch as the framework has it."""
+        """Return the batch in the form of the framework."""
 
     # -- what trainers read --------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of one rank, at most."""
+        """Most samples in one batch of one rank."""
         return self._settings.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """True if every batch has ``batch_size`` samples."""
+        """True if every batch has exactly ``batch_size`` samples."""
         return self._settings.drop_last
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the numbers of the field ``label``, as ``pull --label-from-folder int`` numbered them; empty where
-        no field has such names."""
+        """Names of the classes that the numbers of the field ``label`` stand for: name i belongs to number i.
+
+        ``pull --label-from-folder int`` stores these names. Empty if no field has names.
+        """
         place = [Path(path) for path in self._settings.paths] or self._settings.root
         subscription = subscribe(place, dataset=self._settings.dataset, run=None)
         try:
@@ -268,8 +354,11 @@ class BaseLoader(Closing, ABC, Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
-        one, or the next one if it was left; after it was set, this one in any case."""
+        """Number of the epoch, from 0.
+
+        Every epoch that was delivered whole or left with ``break`` counts. The next ``iter()`` begins this epoch, or
+        the following one if this epoch was left. Set this attribute to choose the epoch that begins next.
+        """
         return self._epoch
 
     @epoch.setter
@@ -277,43 +366,82 @@ class BaseLoader(Closing, ABC, Generic[T]):
         self._epoch, self._chosen = parse_epoch(number), True
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this before each epoch.
+        """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this method before each epoch.
 
-        A state that was loaded decides itself where its epoch goes on: then the number is ignored.
+        The call has no effect right after :meth:`load_state_dict`, because the state says where training continues.
+
+        Args:
+            epoch: Number of the epoch, 0 or more.
+
+        Raises:
+            UsageError: ``epoch`` is not a whole number of 0 or more.
+
+        Example:
+            >>> from cachetool.loaders.numpy import Loader
+            >>> with Loader("data/cache", batch_size=8) as loader:
+            ...     loader.set_epoch(3)
+            ...     loader.epoch
+            3
         """
         epoch = parse_epoch(epoch)
         if not self._loaded and epoch != self._next():
             self.epoch = epoch
 
     def epochs_of(self, *, steps: int) -> FixedEpochs[T]:
-        """Return a view of this loader whose every epoch has ``steps`` batches, pass after pass of the cache.
+        """Return a view of this loader in which every epoch has exactly ``steps`` batches.
 
-        A trainer that keeps the first length, and a learning-rate schedule that counts steps, are right with it while
-        the cache grows. Raises :class:`UsageError` for ``steps`` below 1.
+        The view goes through pass after pass of the cache, and each pass takes a new snapshot. Use the view for a
+        trainer that keeps the length of the first epoch, and for learning-rate schedules that count steps.
+
+        Args:
+            steps: Number of batches in each epoch, 1 or more.
+
+        Returns:
+            A :class:`~cachetool.loaders.fixed_epochs.FixedEpochs`, to be iterated like a loader.
+
+        Raises:
+            UsageError: ``steps`` is not a whole number of 1 or more.
+
+        Example:
+            >>> from cachetool.loaders.numpy import Loader
+            >>> with Loader("data/cache", batch_size=8) as loader:
+            ...     epochs = loader.epochs_of(steps=5)
+            ...     len(epochs), sum(1 for batch in epochs)
+            (5, 5)
         """
         return FixedEpochs(self, steps=steps)
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch, or the same one again if no batch of it was taken. Older iterators end with an error, or with
-        ``concurrent`` go on.
+        """Begin an epoch, or begin the same epoch again if no batch of it was taken.
 
-        Its snapshot is the one taken once all batches of the epoch before were made and half of them delivered; the
-        newest after :meth:`refresh`, ``hold`` seconds after that epoch, for the first one, with ``workers=0``, and with
-        ``split="validation"``.
+        Older iterators of this loader end with an error, or continue with ``concurrent=True``. The loader takes the
+        snapshot of an epoch when all batches of the epoch before are made and half of them are delivered. ``iter()``
+        itself takes the newest snapshot for the first epoch, after :meth:`refresh`, ``hold`` seconds after the epoch
+        before, with ``workers=0`` and with ``split="validation"``.
         """
         return self.begin()
 
     def begin(self) -> Epoch[T]:
-        """The same, with batches in host memory whatever ``device=`` says."""
+        """Begin an epoch as ``iter()`` does, with the batches in host memory even if the loader has a ``device``.
+
+        Returns:
+            An iterator over the batches of the epoch; its ``len()`` is the number of batches that are left.
+
+        Raises:
+            UsageError: As for ``iter()``; see the class.
+        """
         before = None if self._latest is None else self._latest()
         going_on = before is not None and not before.progress.ended and not before.replaced
         alone = not self._concurrent or (not going_on and self._home in (None, threading.current_thread()))
-        # Before the lock is taken: this may ask the feeders, and a signal's handler may begin an epoch meanwhile.
+        # Called before the lock is taken: it may ask the feeders and wait, and the handler of a signal may begin an
+        # epoch in this thread meanwhile, which would wait for the lock for ever.
         untouched = self._untouched(before) if alone else None
-        with self._claim:  # threads that begin at the same moment begin different epochs
+        # Two threads that begin at the same moment must get different numbers of epochs.
+        with self._claim:
             beside = self._concurrent and (going_on or not self._at_home())
+            # The handler of a signal or another thread may have begun or read an epoch since it was looked up.
             if untouched is not None and (beside or untouched is not self._progress or untouched.touched):
                 untouched = None
             if not beside and untouched is None:
@@ -326,7 +454,9 @@ class BaseLoader(Closing, ABC, Generic[T]):
             self._beside.add(epoch)
             return epoch
         if untouched is not None:
-            untouched.feed.lock_pages(None)  # as after a begin: a prefetcher of the older iterator asked for it
+            # A prefetcher of the older iterator may have asked for locked memory. The new iterator hands arrays out,
+            # and locked memory must never be handed out.
+            untouched.feed.lock_pages(None)
             epoch = Epoch(self, untouched)
             if before is not None:
                 before.hand_over()
@@ -336,31 +466,38 @@ class BaseLoader(Closing, ABC, Generic[T]):
             before.replace()
         self._lengths.check()
         epoch = self._started(self._fed(), number, self._left_over(number))
-        self._chosen = self._loaded = False  # not where that failed: who tries again is to get the same epoch
+        # Only after success: a caller that tries again after an error must get the same epoch.
+        self._chosen = self._loaded = False
         self._latest, self._progress = weakref.ref(epoch), epoch.progress
         self._lengths.progress = epoch.progress
-        if epoch.progress.ended:  # nothing was left of the epoch that was resumed
+        # The epoch that was resumed had no batch left, so it ends here.
+        if epoch.progress.ended:
             epoch.deliver()
         return epoch
 
     def refresh(self) -> None:
-        """Let the next ``iter()`` read the newest snapshot, after a pull between two epochs: discard the one that was
-        taken for it. With several ranks, call it on all of them before one begins that epoch."""
+        """Discard the snapshot that was taken for the next epoch, so that the next ``iter()`` or ``len()`` takes the
+        newest.
+
+        Call this method after a pull between two epochs. With several ranks, call it on all ranks before the first of
+        them begins that epoch.
+        """
         feed = self._feed
         if feed is None or feed.closed or feed.unsure or feed.pid != os.getpid():
             return
         begun = None if self._latest is None else self._latest()
         if begun is None and self._progress is not None and not self._progress.touched:
-            self._progress = None  # begun, and nobody has it: not to be begun again
+            # An epoch whose iterator is gone and of which nothing was read would otherwise be begun again, on its old
+            # snapshot.
+            self._progress = None
         feed.refresh()
 
     def _untouched(self, iterator: Epoch[T] | None) -> Progress | None:
-        """The epoch that was begun last, if no batch of it was asked for and its snapshot is still leased.
-
-        Trainers call ``iter()`` two or three times before they take a batch, and the length that they kept meanwhile
-        must be that of the epoch that they then read.
-        """
+        """Return the progress of the epoch begun last if no batch of it was asked for and its snapshot is still leased;
+        otherwise None."""
         progress = self._progress
+        # Trainers call iter() two or three times before they take a batch. All these calls must begin the same epoch,
+        # because the length that the trainer asked for in between must be that of the epoch that it reads.
         if progress is None or progress.touched or progress.ended or self._chosen:
             return None
         feed = progress.feed
@@ -372,20 +509,22 @@ class BaseLoader(Closing, ABC, Generic[T]):
             return None if iterator.replaced else progress
         if progress.kept:
             return progress
-        # Nobody has its iterator, so its snapshot is given up after hold= seconds: the feeders know.
+        # The iterator is gone, so the feeders give the snapshot up after hold= seconds; only they know whether they
+        # have.
         return progress if feed.regain(progress.begun.generation) else None
 
     def _next(self) -> int:
-        """Number of the epoch that comes next: after one that was left another one, else a loop with a ``break`` in it
-        would see the same samples for ever."""
+        """Return the number of the next epoch."""
         at = self._progress
+        # An epoch that was left with break is followed by another number. With the same number a loop that contains a
+        # break would read the same samples for ever.
         left = at is not None and at.left and at.begun.epoch == self.epoch
         number = self._last + 1 if left and not self._chosen else self.epoch
         return number if self._chosen or self._left_over(number) else max(number, self._others + 1)
 
     def _at_home(self) -> bool:
-        """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
-        once that has ended another."""
+        """Return True if the loader's own feeders belong to this thread: the first that iterates, or after its end the
+        next one."""
         if self._home is None or not self._home.is_alive():
             self._home = threading.current_thread()
         return self._home is threading.current_thread()
@@ -396,7 +535,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
             begun = feed.begin(number, resume)
             steps = self._agreed(self._limited(begun.steps, taken))
         except BaseException as error:
-            # Interrupted, or with ranks that do not agree, it would wait for samples, or keep some, for nobody.
+            # The epoch has begun for the feeders, but this process will not read it: it was interrupted, or the ranks
+            # do not agree. Feeders that went on would wait for samples, or lease some, for nobody.
             if own or begun is not None or not isinstance(error, CacheToolError):
                 feed.close()
             raise
@@ -406,23 +546,27 @@ class BaseLoader(Closing, ABC, Generic[T]):
         return steps.count if self._limit is None else max(0, min(steps.count, self._limit - taken))
 
     def _left_over(self, epoch: int) -> dict[str, Any] | None:
-        """What is left of this epoch, if it is the one to resume."""
+        """Return the state of this epoch if it is the one to resume; otherwise None."""
         return self._resume if epoch == self._resumed else None
 
     def __len__(self) -> int:
-        """Number of batches of the whole epoch: of the one that ``iter()`` began, with those that were delivered before
-        it was resumed; else of the next one. Later epochs may have more.
+        """Return the number of batches of the whole epoch.
 
-        Waits as ``iter()`` does, which then begins the snapshot that was counted, within ``hold`` seconds.
+        This is the epoch that ``iter()`` began, otherwise the next one. Batches that were delivered before a resume
+        count. A later epoch may have more batches. The call waits for samples as ``iter()`` does; ``iter()`` then
+        begins the snapshot that was counted, if it comes within ``hold`` seconds.
         """
         epoch = None if self._latest is None else self._latest()
         progress = None if epoch is None or epoch.over or epoch.replaced else epoch.progress
-        if progress is not None and progress.feed.pid != os.getpid():  # a fork may be another rank
+        # A forked child may be another rank, for which the inherited epoch has another length.
+        if progress is not None and progress.feed.pid != os.getpid():
             steps = progress.begun.steps
             here = self._placed()
             progress = progress if (steps.rank, steps.world_size) in ((here.rank, here.world_size), here.node) else None
         if progress is None and (progress := self._untouched(None)) is not None and not progress.kept:
-            progress.feed.left(progress.begun.generation)  # still nobody has its iterator
+            # _untouched() made the feeders keep the snapshot. The iterator is still gone, so the time of hold= begins
+            # again.
+            progress.feed.left(progress.begun.generation)
         if progress is not None:
             return self._lengths.tell(progress.begun.epoch, progress.before + progress.steps)
         number = self._next()
@@ -432,18 +576,17 @@ class BaseLoader(Closing, ABC, Generic[T]):
         return self._lengths.tell(number, taken + count)
 
     def _placed(self) -> Settings:
-        """The settings with rank, world size and run, looked up when an epoch begins or is counted.
-
-        In the constructor it would be too early: trainers start their ranks, or fork them, once they have the loader.
-        """
+        """Return the settings with rank, world size and run, looked up when an epoch begins or is counted."""
         rank, world_size = self._world()
+        # Not looked up in the constructor, which is too early: trainers start or fork their ranks when they have the
+        # loader. The same object is returned while nothing changes, because _fed() compares settings by identity.
         if self._here is not None and self._here[0] == os.getpid():
             settings = self._here[1]
             if (settings.rank, settings.world_size) == (rank, world_size):
                 return settings
         run = self._settings.run or launched_run() or self._shared_run()
         if world_size > 1 and run is None:
-            raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
+            raise UsageError("several processes need the same run=NAME on all their loaders to share snapshots")
         node = self._given or on_node(world_size)
         settings = replace(self._settings, rank=rank, world_size=world_size, node=node, run=run)
         self._here = os.getpid(), settings
@@ -451,10 +594,13 @@ class BaseLoader(Closing, ABC, Generic[T]):
 
     def _fed(self) -> Feed:
         settings = self._placed()
-        feed = self._feed  # a handler may close the loader anywhere in here: no feed is noted that none would end
+        # The handler of a signal may close the loader anywhere in this function. A new feed is therefore stored only
+        # when its finalizer exists; otherwise nothing would end its processes.
+        feed = self._feed
         if feed is not None and (feed.unsure or self._fed_with is not settings):
             feed.close()
-        if feed is None or feed.closed or feed.pid != os.getpid():  # a fork has feeders of its own
+        # A forked child needs feeders of its own: those of its parent fill shared memory for the parent.
+        if feed is None or feed.closed or feed.pid != os.getpid():
             feed = self._new_feed()
             self._finalizer = weakref.finalize(self, feed.close)
             self._feed, self._fed_with = feed, settings
@@ -464,6 +610,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         settings = self._placed()
         if self._workers:
             return Processes(settings, feeders=self._workers, transform=self._function)
+        # Imported only for workers=0. Otherwise the training process would load the modules that read shards, which
+        # only feeders need.
         from cachetool.loaders.feed.in_process import InProcess
 
         return InProcess(settings, transform=self._transform)
@@ -471,9 +619,26 @@ class BaseLoader(Closing, ABC, Generic[T]):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of.
+        """Return the position of training as plain values.
 
-        Raises :class:`UsageError` in the middle of an epoch, also of one left with ``break``, once the feeders ended.
+        The state names the epoch, the batches delivered, and the samples of the epoch. Save the state with the model,
+        before :meth:`close`.
+
+        Returns:
+            A dict of plain values, for :meth:`load_state_dict`, ``torch.save`` or JSON.
+
+        Raises:
+            UsageError: In the middle of an epoch, when the loader was closed or its feeders ended.
+
+        Example:
+            >>> from cachetool.loaders.numpy import Loader
+            >>> with Loader("data/cache", batch_size=8) as loader:
+            ...     batch = next(iter(loader))
+            ...     state = loader.state_dict()
+            >>> with Loader("data/cache", batch_size=8) as loader:
+            ...     loader.load_state_dict(state)
+            ...     len(loader), len(list(loader))
+            (3, 2)
         """
         at = self._progress
         if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
@@ -481,16 +646,26 @@ class BaseLoader(Closing, ABC, Generic[T]):
         return self._state(self.epoch, at.resume(), at.before + at.step)
 
     def state_behind(self, batches: int) -> dict[str, Any]:
-        """Return ``state_dict()`` as it was so many batches ago, in the same epoch: for trainers that read ahead.
+        """Return ``state_dict()`` as it was ``batches`` batches ago in the same epoch, for trainers that read ahead.
 
-        The last batch of an epoch ends it, but its state can be asked for until the next one begins. Raises
-        :class:`UsageError` for more batches than this epoch has delivered, and what :meth:`state_dict` does.
+        The last batch of an epoch ends the epoch; its states are available until the next epoch begins.
+
+        Args:
+            batches: Number of batches to go back; 0 is the present state.
+
+        Returns:
+            A dict as from :meth:`state_dict`.
+
+        Raises:
+            UsageError: The epoch has delivered fewer batches, or :meth:`state_dict` would raise.
         """
         at, batches = self._progress, parse_whole(batches, what="batches=")
         if batches == 0:
             return self.state_dict()
         if at is None or not 0 < batches <= at.step:
-            raise UsageError(f"the present epoch has not delivered {batches} batches, so it was never at that place")
+            raise UsageError(
+                f"the current epoch has not delivered {batches} batches yet, so it has no state for that position"
+            )
         taken = at.step - batches
         return self._state(at.begun.epoch, at.resume(taken), at.before + taken)
 
@@ -499,21 +674,29 @@ class BaseLoader(Closing, ABC, Generic[T]):
         return {"state": STATE, "epoch": epoch, "seed": seed, "order": order, "resume": resume, "taken": taken}
 
     def _order(self) -> dict[str, Any]:
-        """What the samples of an epoch and their order depend on, beside the seed."""
+        """Return the settings, beside the seed, that decide the samples of an epoch and their order."""
         values: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
         if self._settings.where is not None:
             values["where"] = str(where_dict(self._settings.where))
         return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
+        """Let the next ``iter()`` continue where ``state_dict()`` was called.
 
-        Raises :class:`UsageError` for what is no state of a loader or that of one with another seed, and in the middle
-        of an epoch for that of one with another ``shuffle``, ``split``, ``validation`` or ``where``. The loader is then
-        as before.
+        The rest of the epoch has the samples that the epoch had then, even if the cache has grown. The number of ranks
+        may be another one.
+
+        Args:
+            state: A dict from :meth:`state_dict`.
+
+        Raises:
+            UsageError: ``state`` is not the state of a loader; ``seed`` is another one; or, for a state from the middle
+                of an epoch, ``shuffle``, ``split``, ``validation`` or ``where`` is another one. The loader is then
+                unchanged.
         """
         require_state(state, SAVED, of="loaders")
-        # Earlier versions saved less, and a state has no selection where there was none.
+        # States of earlier versions have fewer settings, and a state without where= has no entry for it. A state at the
+        # edge of an epoch may be loaded with other settings, because it names no samples.
         saved = {"where": None, **(state.get("order") or {})} if state.get("resume") else {}
         here = {"seed": self._settings.seed, "where": None, **self._order()}
         require_same({"seed": state.get("seed"), **saved}, here, of="loader")
@@ -526,7 +709,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         self._latest = self._progress = self._lengths.progress = None
 
     def _delivered(self, progress: Progress) -> None:
-        """The last batch of an epoch was delivered. One that ran beside another is no part of the state."""
+        """Count an epoch whose last batch was delivered."""
+        # An epoch that ran beside another one is no part of the loader's state.
         if progress is not self._progress:
             return
         if not self._chosen:
@@ -535,14 +719,17 @@ class BaseLoader(Closing, ABC, Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a loader has feeders of its own and can be neither pickled nor copied; make another where it is iterated,"
-            " which load_state_dict() lets go on where this one is"
+            "a loader cannot be pickled or copied, because it has its own processes; create another loader in the"
+            " process that iterates it, and continue there with load_state_dict()"
         )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the feeders and give the lease back; iterating again starts anew. Batches stay as they are."""
+        """Stop the feeders and end the lease. May be called twice.
+
+        Batches stay valid. Iterating the loader again starts new feeders.
+        """
         for beside in members(self._beside):
             beside.replace()
             beside.end()
@@ -551,8 +738,9 @@ class BaseLoader(Closing, ABC, Generic[T]):
         if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
             self._finalizer()
         self._feed = None
-        self._lengths.check()  # last: stderr may be blocked
+        # The last call, because stderr may block, for example if it is a full pipe; the feeders have ended by then.
+        self._lengths.check()
 
 
-# As Python says it of a keyword that there is not.
+# Python puts this name into its own message about a missing or unexpected argument. Users know the class as Loader.
 BaseLoader.__init__.__wrapped__.__qualname__ = "Loader.__init__"  # type: ignore[attr-defined]

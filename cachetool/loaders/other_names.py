@@ -1,4 +1,5 @@
-"""Arguments of PyTorch's ``DataLoader`` and other loaders, and how the same thing is said here."""
+"""Names of arguments in PyTorch's ``DataLoader`` and other loaders, and the argument of cachetool for the same
+purpose."""
 
 from __future__ import annotations
 
@@ -15,39 +16,39 @@ __all__ = ["OF_DATASETS", "OF_LOADERS", "answering"]
 
 P = ParamSpec("P")
 
-_ORDER = "here the loader orders the samples: shuffle=, seed=, rank= and world_size=, and where= to select some"
+_ORDER = "the loader orders the samples itself; use shuffle=, seed=, rank= and world_size=, or where= to select some"
 OF_LOADERS: Mapping[str, str] = {
-    "num_workers": "here it is workers=",
-    "prefetch_factor": "here it is prefetch=, the batches that each feeder keeps ready",
-    "persistent_workers": "here feeders persist until close(); leave it out",
-    "pin_memory": "here device='cuda' of cachetool.loaders.torch.Loader copies batches ahead; leave it out",
-    "pin_memory_device": "here it is device= of cachetool.loaders.torch.Loader",
-    "collate_fn": "here it is transform= with transform_each='batch', called with a dict of columns",
+    "num_workers": "use workers=",
+    "prefetch_factor": "use prefetch=, the number of batches that each feeder keeps ready",
+    "persistent_workers": "leave it out, because feeders always persist until close()",
+    "pin_memory": "leave it out; device='cuda' of cachetool.loaders.torch.Loader copies batches ahead",
+    "pin_memory_device": "use device= of cachetool.loaders.torch.Loader",
+    "collate_fn": "use transform= with transform_each='batch', which is called with a dict of columns",
     "sampler": _ORDER,
     "batch_sampler": _ORDER,
-    "generator": "here it is seed=",
-    "worker_init_fn": "here a transform= with a parameter rng gets a generator for each sample; leave it out",
-    "timeout": "here it is wait=, for the first samples",
-    "drop_remainder": "here it is drop_last=",
-    "multiprocessing_context": "here feeders are processes of their own in any case; leave it out",
-    "filter": "here it is where=, values by field",
+    "generator": "use seed=",
+    "worker_init_fn": "leave it out; a transform= with a parameter rng gets a generator for each sample",
+    "timeout": "use wait=, the time to wait for the first samples",
+    "drop_remainder": "use drop_last=",
+    "multiprocessing_context": "leave it out, because feeders are always separate processes",
+    "filter": "use where=, a dict of fields and their values",
 }
-"""What a loader of ours answers to another's argument."""
-_LOADER = "a dataset for a DataLoader gives all samples; cachetool.loaders.torch.Loader has"
+"""Arguments of other loaders, each with the answer that a loader of cachetool gives."""
+_LOADER = "a dataset for a DataLoader returns all samples; use cachetool.loaders.torch.Loader with"
 OF_DATASETS: Mapping[str, str] = {
     "where": f"{_LOADER} where=",
     "split": f"{_LOADER} split=",
     "validation": f"{_LOADER} split= and validation=",
-    "batch_size": "the DataLoader around it makes batches; cachetool.loaders.torch.Loader makes them itself",
+    "batch_size": "pass it to the DataLoader, or use cachetool.loaders.torch.Loader, which makes the batches itself",
 }
-"""What a dataset for a ``DataLoader`` answers to an argument of a loader."""
+"""Arguments of loaders, each with the answer that a dataset for a ``DataLoader`` gives."""
 
 
 def answering(
     names: Mapping[str, str],
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor answer to arguments of others, by ``names``, and to misspelt ones with an :class:`UsageError`
-    of one line."""
+    """Decorate a constructor so that an argument in ``names``, or a misspelt one, raises a :class:`UsageError` of one
+    line."""
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         own = inspect.signature(init).parameters
@@ -56,8 +57,10 @@ def answering(
         def checked(*args: P.args, **options: P.kwargs) -> None:
             for name, value in options.items():
                 if name in names:
-                    raise UsageError(f"{name}={shown(value)} is no argument here: {names[name]}")
+                    raise UsageError(f"{name}={shown(value)} is not an argument here: {names[name]}")
                 if name not in own:
+                    # The signature of the object's own class: a subclass such as the loader for PyTorch has more
+                    # arguments than the constructor that is decorated here.
                     parameters = inspect.signature(type(args[0])).parameters.values()
                     raise unknown_option(name, [one.name for one in parameters if one.kind is one.KEYWORD_ONLY])
             init(*args, **options)

@@ -1,19 +1,19 @@
-"""Batches of a cache in Ray's object store, for a pipeline that is Ray's already.
+"""Batches of a cache in Ray's object store, for pipelines that use Ray already.
 
 ::
 
-    node that has the cache                                     wherever the caller is
+    node that has the cache                                     any node
     feeders -> batch -> ray.put, at most `in_flight` ahead ->   ObjectRef -> a task, an actor, ray.get
 
     ray.init(address="auto")
     for epoch in range(90):
         with batches("/data/{node}", batch_size=256, fields=["image", "label"], epoch=epoch) as refs:
             for ref in refs:
-                train.remote(ref)           # on that node an argument is read where it lies, without a copy
+                train.remote(ref)           # on that node Ray reads an argument in place, without a copy
 
-A value is a dict of NumPy arrays; ``ray.get`` gives them read-only, over the object store's memory. It belongs to the
-caller: a batch goes when no reference to it is left, not when the epoch ends. Training alone, without a pipeline of
-Ray's, is faster with the loader for PyTorch in each worker, which needs no object store.
+A value is a dict of NumPy arrays. ``ray.get`` returns the arrays read-only, over the memory of the object store. A
+batch belongs to the caller: Ray deletes it when no reference to it is left, not when the epoch ends. Training alone,
+without a pipeline in Ray, is faster with the loader for PyTorch in each worker, which needs no object store.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ IN_FLIGHT = 4
 
 
 def cache_here(cache: str) -> str:
-    """The folder of the cache of the node that this process is on: ``cache`` with its name in place of ``{node}``.
+    """Return the cache folder of the node of this process: ``cache`` with the node's name in place of ``{node}``.
 
-    For a loader in a worker of Ray: ``Loader(cache_here("/data/{node}"), ...)``. Raises :class:`UsageError` when Ray is
-    not connected.
+    For a loader in a Ray worker: ``Loader(cache_here("/data/{node}"), ...)``. Raises :class:`UsageError` if Ray is not
+    connected.
     """
     return cache_of(cache, _node(None))
 
@@ -64,33 +64,42 @@ def batches(
     in_flight: int = IN_FLIGHT,
     **options: Any,
 ) -> Batches:
-    """One epoch over the newest snapshot of a cache, as references to batches in the object store of its node.
+    """Return one epoch over the newest snapshot of a cache, as references to batches in the object store of its node.
 
-    - ``cache``: a cache's folder on that node, in which ``{node}`` stands for the node's name; or plain files there.
-    - ``fields``: names of fields, whose batches are dicts: an array (k, *shape) for each numeric field, a list for str
-      and bytes, a :class:`~cachetool.core.block.Ragged` for a ragged one. One name alone gives its bare arrays, which
-      is what ``ray.data.from_numpy_refs`` takes.
-    - ``node``: name or id of the node; by default that of the caller.
-    - ``in_flight``: how many batches are made that were not asked for yet, at least 1.
-    - ``options``: those of :class:`cachetool.loaders.numpy.Loader`: shuffle, seed, drop_last, split, transform, ...;
-      ``epoch`` decides the order together with the seed.
+    Args:
+        cache: Folder of the cache on that node, in which ``{node}`` stands for the node's name; or plain files there.
+        batch_size: Most samples of a batch.
+        fields: Names of fields. A batch is then a dict: an array (k, *shape) for a numeric field, a list for str and
+            bytes, a :class:`~cachetool.core.block.Ragged` for a ragged field. A single name (a str) yields the bare
+            arrays of that field, which ``ray.data.from_numpy_refs`` takes. Default: None, all fields.
+        epoch: Number of the epoch, which decides the order together with the seed. Default: 0.
+        node: Name or id of the node. Default: the node of the caller.
+        in_flight: Number of batches that are made ahead, at least 1. Default: 4.
+        options: Options of :class:`cachetool.loaders.numpy.Loader`: shuffle, seed, drop_last, split, transform, ...
 
-    The snapshot is leased, on its node, from the first batch until the last one is made or :meth:`Batches.close`.
-    Raises :class:`UsageError` when Ray is not connected or has no such node. What a loader raises at the beginning of
-    an epoch is raised by the first ``next()``, what it raises later by ``ray.get`` of the last reference.
+    Returns:
+        The references, an iterator with a length, to be used in a ``with`` block. The snapshot is leased on its node
+        from the
+        first batch until the last batch is made or :meth:`Batches.close` is called.
+
+    Raises:
+        UsageError: If Ray is not connected or has no such node. Errors of the loader at the beginning of the epoch are
+            raised by the first ``next()``, later errors by ``ray.get`` of the last reference.
     """
     in_flight = parse_whole(in_flight, what="in_flight=", least=1)
     where = _node(node)
     single = fields if isinstance(fields, str) else None
     settings = {
-        "rank": 0,  # what the launcher of the caller says means nothing on that node
+        # One process on that node makes all batches. RANK and WORLD_SIZE in the caller's environment are about other
+        # processes, so the loader must not look them up.
+        "rank": 0,
         "world_size": 1,
         **options,
         "batch_size": batch_size,
         "fields": [single] if single is not None else fields,
     }
     root = cache.root if isinstance(cache, CacheDir) else cache
-    # The task there has another working directory.
+    # Absolute paths, because the task runs in another working directory.
     paths: str | list[str]
     if isinstance(root, str | Path):
         paths = cache_of(str(root_of(root).absolute()), where)
@@ -100,7 +109,7 @@ def batches(
 
 
 class Batches(Closing, Iterator["ray.ObjectRef[Any]"]):
-    """References to the batches of an epoch, in order. A context manager; its length is what is left of the epoch."""
+    """References to the batches of an epoch, in order. A context manager; its length is the number of batches left."""
 
     def __init__(
         self,
@@ -112,11 +121,14 @@ class Batches(Closing, Iterator["ray.ObjectRef[Any]"]):
         settings: dict[str, Any],
     ) -> None:
         self.node = node
-        """Where the batches are made."""
+        """Node on which the batches are made."""
         maker = ray.remote(_make_batches).options(
-            num_cpus=0,  # it waits for room most of the time, and must not wait for the tasks that it feeds
+            # The task waits for space most of the time. With a processor reserved it could block the very tasks that
+            # consume its batches.
+            num_cpus=0,
             num_returns="streaming",
-            max_retries=0,  # another run would read another snapshot
+            # A second run would read another snapshot, and so repeat and lose samples.
+            max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             _generator_backpressure_num_objects=in_flight,
         )
@@ -124,13 +136,15 @@ class Batches(Closing, Iterator["ray.ObjectRef[Any]"]):
         self._left: int | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, _cancel, self._refs)
-        self._finalizer.atexit = False  # Ray ends what a driver that ends has left
+        # Ray ends the tasks of a driver that ends.
+        self._finalizer.atexit = False
 
     def __next__(self) -> ray.ObjectRef[Any]:
         if self._closed:
             raise StopIteration
         if not len(self):
-            next(self._refs, None)  # until here it held its lease
+            # The maker holds its lease until its generator has ended, so the end is awaited here.
+            next(self._refs, None)
             self.close()
             raise StopIteration
         ref = next(self._refs)
@@ -146,40 +160,46 @@ class Batches(Closing, Iterator["ray.ObjectRef[Any]"]):
             except RayTaskError as error:
                 self.close()
                 cause = getattr(error, "cause", None)
+                # Ray wraps an error of the maker. The cause is the error that the user knows from a local loader,
+                # without a remote traceback.
                 raise (cause if isinstance(cause, CacheToolError) else error) from None
         return self._left
 
     def close(self) -> None:
-        """End the epoch here and give its lease back; batches that were given stay. May be called twice."""
+        """End the epoch and its lease; batches that were yielded stay. May be called twice."""
         self._closed = True
         self._finalizer()
 
 
 def _make_batches(cache: str | list[str], single: str | None, epoch: int, settings: dict[str, Any]) -> Iterator[Any]:
-    """On the node: how many batches there will be, then the batches. Ray copies each into the object store and asks for
-    the next one when there is room."""
+    """Yield the number of batches, then the batches; runs as a Ray task on the node of the cache."""
     with Loader(cache, epochs=epoch + 1, **settings) as loader:
         loader.epoch = epoch
         batches = iter(loader)
         yield len(batches)  # type: ignore[arg-type]
+        # Ray copies each value into the object store, and asks for the next one when fewer than in_flight batches wait
+        # there.
         for batch in batches:
             yield batch if single is None else batch[single]
+            # Ray has its copy. Without this the feeders could not fill the batch's memory while the next one is made.
             del batch
 
 
 def _cancel(refs: Any) -> None:
-    """Interrupt the maker, whose ``with`` block gives back what it holds; nothing when it is done."""
-    with contextlib.suppress(Exception):  # Ray may be gone before us
+    """Interrupt the maker, whose ``with`` block ends the lease; does nothing if the maker is done."""
+    # This may run in a finalizer after Ray has shut down; the maker has ended then anyway.
+    with contextlib.suppress(Exception):
         ray.cancel(refs)
 
 
 def _node(wanted: str | None) -> Node:
-    """A living node by its name or id; None: the one that this process is on. Raises :class:`UsageError`."""
+    """Return a living node by its name or id; None means the node of this process. Raises :class:`UsageError`."""
     if not ray.is_initialized():
         raise UsageError('Ray is not connected; call ray.init(address="auto") first')
     alive = [node_of(row) for row in ray.nodes() if row["Alive"]]
     wanted = ray.get_runtime_context().get_node_id() if wanted is None else wanted
     chosen = [node for node in alive if wanted in (node.id, node.name)]
+    # Two nodes may have one name. Guessing would read the cache of the other one.
     if len(chosen) != 1:
         names = ", ".join(sorted(node.name for node in alive))
         what = "no node" if not chosen else f"{len(chosen)} nodes"

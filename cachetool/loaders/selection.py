@@ -1,7 +1,7 @@
-"""Which samples of a snapshot an epoch reads: one side of a split, those with given values of a field, or both.
+"""Selections: the samples of a snapshot that an epoch reads, by a side of a split, by given values of fields, or both.
 
-The choice depends on the samples alone, so it is made once for each shard, and an epoch counts, shuffles and divides
-the samples that are left. A field of numbers is compared where the extents have its column; text is gathered.
+A selection depends on the samples alone. So it is computed once for each shard, and an epoch counts, shuffles and
+divides the selected samples only. A field of numbers is compared in the column that the extents have; text is gathered.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from cachetool.loaders.view import ShardFile, View
 __all__ = ["Selection", "WhereOption", "parse_where", "selection"]
 
 WhereOption: TypeAlias = Mapping[str, Any]
-"""Values by field: one number or text, or a set, list, tuple, range or array of them."""
+"""Type of ``where=``: values by field; one number or text, or a set, list, tuple, range or array of them."""
 
 
 def parse_where(where: object) -> Where | None:
     """Return the argument ``where`` of a loader as pairs of a field and its values, in a fixed order.
 
-    Raises :class:`UsageError` for what names no field or no value, and for values that are neither numbers nor text.
+    Raises :class:`UsageError` if it names no field or no value, and for values that are neither numbers nor text.
     """
     if where is None:
         return None
     if not isinstance(where, Mapping) or not where or not all(isinstance(name, str) for name in where):
-        raise UsageError(f"where={shown(where)} cannot be used: give values by field, such as {{'label': {{0, 1}}}}")
+        raise UsageError(
+            f"where={shown(where)} cannot be used; use a dict of fields and their values, such as {{'label': {{0, 1}}}}"
+        )
+    # Sorted, because states and messages compare selections by their text; the order in which a user writes them must
+    # not matter.
     return tuple(sorted((name, _values(name, values)) for name, values in where.items()))
 
 
@@ -55,26 +59,26 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
 
 
 def _value(name: str, value: Any) -> Value:
-    """The value as Python has it; a whole number, also one such as 1.0 or True, as int."""
+    """Return the value as a Python value. Whole numbers, 1.0 and True included, become int."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, str):
         return value
     if not isinstance(value, bool | int | float) or math.isnan(value):
         raise UsageError(
-            f"where= cannot select {shown(value)} of field {shown(name)}: give numbers or text, one or a set of them"
+            f"where= cannot select {shown(value)} of field {shown(name)}; use numbers or text, or a set of them"
         )
     return int(value) if math.isfinite(value) and value == int(value) else value
 
 
 def selection(settings: Settings) -> Selection | None:
-    """Return the choice that these settings make; None if an epoch reads all samples."""
+    """Return the selection of these settings; None if an epoch reads all samples."""
     if settings.split is None and settings.where is None:
         return None
     return Selection(settings.split, settings.validation, settings.where)
 
 
 class Selection:
-    """The samples that take part, by ``split``, ``validation`` and ``where`` of a loader."""
+    """The samples that ``split``, ``validation`` and ``where`` of a loader select."""
 
     def __init__(self, split: str | None, validation: float, where: Where | None) -> None:
         self._split = None if split is None else Split(split, validation)
@@ -82,9 +86,9 @@ class Selection:
         self._by_part: dict[tuple[str, int], Int64s] = {}
 
     def chosen(self, view: View) -> Int64s:
-        """The indices in ``view`` of the samples that take part, ascending.
+        """Return the indices in ``view`` of the selected samples, ascending, int64.
 
-        Raises :class:`UsageError` for a field that ``view`` lacks, and for one that has no such values.
+        Raises :class:`UsageError` for a field that ``view`` lacks, and for one that cannot hold such values.
         """
         schema = self._schema(view.schema)
         wanted = {name: _stored(view.schema[name], values) for name, values in self._where.items()}
@@ -98,13 +102,15 @@ class Selection:
         finally:
             places.close()
         kept = {name: indices for name, indices in by_part.items() if indices is not None}
-        self._by_part = kept  # others have left; a view that another thread asks for may be another one
+        # A new dict that has only the shards of this view, so that evicted shards are forgotten. It replaces the old
+        # dict in one step, because another thread may ask for another view meanwhile.
+        self._by_part = kept
         starts = view.starts.tolist()
         shifted = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
         return np.concatenate(shifted) if shifted else np.empty(0, dtype=np.int64)
 
     def _schema(self, schema: Schema) -> Schema:
-        """The fields that the choice depends on."""
+        """Return the schema of the fields that the selection reads."""
         names = list(self._where)
         for name in names:
             if name not in schema:
@@ -128,7 +134,7 @@ class Selection:
 
 
 def _stored(field: Field, values: Sequence[Value]) -> Any:
-    """The values as the field has them: an array of its dtype, or a list of bytes for text."""
+    """Return the values as the field stores them: an array of its dtype, or a list of bytes for text."""
     texts = isinstance(values[0], str)
     if field.kind in ("str", "bytes"):
         if not texts:
@@ -139,13 +145,14 @@ def _stored(field: Field, values: Sequence[Value]) -> Any:
         return [str(value).encode() for value in values]
     if not field.is_scalar or field.numpy.kind not in "biuf":
         raise UsageError(
-            f"where= cannot select by field {shown(field.name)}, {field.describe()}: a field of one number or of text"
+            f"where= cannot select by field {shown(field.name)} ({field.describe()});"
+            " choose a field that holds one number or text"
         )
     bad = [value for value in values if not _holds(field, value)]
     if bad:
         raise UsageError(
-            f"where= gives {shown(bad[0])} for field {shown(field.name)}, {field.describe()}, which cannot hold it;"
-            f" give {'a number' if texts else 'numbers of this type'}"
+            f"where= gives {shown(bad[0])} for field {shown(field.name)}, but {field.describe()} cannot hold that"
+            f" value; give {'a number' if texts else 'numbers of this type'}"
         )
     return np.array(values).astype(field.numpy)
 
@@ -162,13 +169,16 @@ def _holds(field: Field, value: Value) -> bool:
 
 
 def _matches(column: Column, wanted: Any) -> npt.NDArray[np.bool_]:
-    """Which values of a column are wanted."""
+    """Return a mask of the samples whose value in the column is wanted."""
     if not isinstance(column, Ragged):
         return np.isin(column, wanted)
     mask = np.zeros(len(column.offsets) - 1, dtype=np.bool_)
     sizes = np.diff(column.offsets)
+    # Texts of one length are compared together as fixed-width byte strings, which NumPy does for all samples at once. A
+    # Python loop would take microseconds for each sample.
     for size in {len(text) for text in wanted}:
         rows = np.flatnonzero(sizes == size)
+        # NumPy has no byte strings of width 0.
         if size == 0:
             mask[rows] = True
         elif len(rows):
@@ -179,4 +189,6 @@ def _matches(column: Column, wanted: Any) -> npt.NDArray[np.bool_]:
 
 
 def _identity(part: ShardFile) -> tuple[str, int]:
+    # By content, so that a shard that was converted to another format keeps its selection. A file outside of a cache
+    # may have no content digest.
     return part.content or part.id, part.samples

@@ -7,9 +7,9 @@
     loader = DataLoader(dataset, batch_size=64, sampler=sampler, num_workers=4, persistent_workers=True,
                         collate_fn=dataset.collate)
 
-A sample is a dict: numbers and arrays as tensors (datetime64 as int64), bytes and str as such. Files are opened at
-first use, by each process for itself, so any start method of workers does. Snapshots and their leases stay in the
-process that made the dataset; workers look up the list of shards that an index means
+A sample is a dict: numbers and arrays as tensors (datetime64 as int64), bytes and str unchanged. Each process opens
+files at their first use, so workers may be started by any method. Snapshots and their leases stay in the process that
+made the dataset. Workers look up the list of shards to which an index belongs
 (:mod:`cachetool.loaders.snapshots.indexed`).
 
 Accelerate divides the samples of a ``DataLoader`` among processes; an :class:`EpochSampler` can do that already.
@@ -19,8 +19,8 @@ Accelerate divides the samples of a ``DataLoader`` among processes; an :class:`E
     EpochSampler(rank=0, world_size=2)    every second sample
     BatchSamplerShard(num_processes=2)    every second batch of those: half of the samples are never trained
 
-``accelerator.prepare(DataLoader(dataset, sampler=EpochSampler(dataset)))`` wraps the sampler without an error, so only
-the sampler can see it, when it is asked for its first index.
+``accelerator.prepare(DataLoader(dataset, sampler=EpochSampler(dataset)))`` wraps the sampler without an error. Only the
+sampler can detect this, when it is asked for its first index.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import numpy as np
 
 from cachetool.cache import CacheDir
 from cachetool.core.closing import Closing
+from cachetool.core.docstrings import arguments_of
 from cachetool.core.errors import UsageError, without
 from cachetool.loaders.snapshots.waiting import say
 
@@ -91,51 +92,53 @@ __all__ = [
 ]
 
 
-_NEEDS_RUN = "several processes need run=NAME on their datasets, the same on each, to share snapshots"
+_NEEDS_RUN = "several processes need the same run=NAME on all their datasets to share snapshots"
 _MODULE = "accelerate.data_loader"
 _DIVIDERS = ("BatchSamplerShard", "DataLoaderDispatcher")
-"""Classes of that module that give each process a part of what the sampler returns."""
+"""Classes of that module that give each process a part of the sampler's indices."""
 
 
 def _check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
-    """Check that the caller, a sampler for process ``rank`` of ``world_size``, is not divided a second time.
+    """Check that Accelerate does not divide the samples of a sampler, process ``rank`` of ``world_size``, a second
+    time.
 
-    Called when the sampler is asked for its first index. Prints one line to stderr on rank 0 if it is divided twice,
-    and returns whether it did. Raises :class:`UsageError` for a sampler of all samples that Accelerate divides while
-    the dataset has no ``run``: each process would then divide a snapshot of its own.
+    Called when the sampler is asked for its first index. If the samples are divided twice, this prints one line to
+    stderr on rank 0 and returns True. Raises :class:`UsageError` for a sampler of all samples that Accelerate divides
+    while the dataset has no ``run``.
     """
     divider = _divider()
     if divider is None:
         return False
     if world_size == 1:
-        # A dispatcher reads on one process, for all of them.
+        # Without a run each process would divide a snapshot of its own, and samples would be lost or read twice. A
+        # dispatcher reads on one process for all of them, so it needs no run.
         if run is None and divider != "DataLoaderDispatcher":
             raise UsageError(_NEEDS_RUN)
         return False
+    # The samples are divided twice on all ranks, so one line by rank 0 is enough.
     if rank:
-        return False  # rank 0 prints it for all
+        return False
     say(
         f"Accelerate divides the samples of this EpochSampler, rank {rank} of {world_size}, among the processes a"
-        " second time, so many samples are never trained; use EpochSampler(dataset, rank=0, world_size=1)"
+        " second time, and then many samples are never trained; use EpochSampler(dataset, rank=0, world_size=1)"
     )
     return True
 
 
 def _divider() -> str | None:
-    """Return the class of the object of Accelerate that asks for the next index and divides it among processes.
-
-    The call stack says so. Neither the environment nor ``PartialState`` does: a program with Accelerate also has
-    DataLoaders that it does not prepare, and there a sampler with a rank is right. Accelerate is looked up in
-    ``sys.modules``, because importing it takes seconds, and a program without it has no such frames.
-    """
+    """Return the name of the class of Accelerate that asks for the next index and divides it; None if there is none."""
+    # Accelerate is looked up, not imported: its import takes seconds, and a program without it has no such frames.
     if _MODULE not in sys.modules:
         return None
+    # Only the call stack says it. The environment and PartialState do not: a program with Accelerate may also have
+    # DataLoaders that it does not prepare, and for these a sampler with a rank is right.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
             owner = frame.f_locals.get("self")
-            # The HF Trainer sets num_processes=1 on a BatchSamplerShard that is not to divide.
-            state = getattr(owner, "state", None)  # of a DataLoaderDispatcher
+            # A DataLoaderDispatcher has the number in its state. The Hugging Face Trainer sets num_processes=1 on a
+            # BatchSamplerShard that must not divide.
+            state = getattr(owner, "state", None)
             processes = getattr(owner, "num_processes", getattr(state, "num_processes", 1))
             if type(owner).__name__ in _DIVIDERS and processes > 1:
                 return type(owner).__name__
@@ -144,7 +147,7 @@ def _divider() -> str | None:
 
 
 class _MapDataset(Closing, Dataset[Sample]):
-    """What both datasets are: views that are taken again when asked, and the open parts they are read from."""
+    """A dataset for ``DataLoader`` over a snapshot, which :meth:`refresh` takes anew."""
 
     def __init__(
         self, subscription: Subscription, parts: Places, fields: Sequence[str] | None, *, check: Check = usable
@@ -157,30 +160,42 @@ class _MapDataset(Closing, Dataset[Sample]):
             self.schema = schema if fields is None else schema.select(fields)
             """The fields of a sample."""
         except BaseException:
+            # A dataset that could not be made, for example because of an unknown field, must not keep its lease.
             subscription.close()
             raise
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the numbers of the field ``label``, as ``pull --label-from-folder int`` numbered them; empty where
-        no field has such names."""
+        """Names of the classes that the numbers of the field ``label`` stand for: name i belongs to number i.
+
+        ``pull --label-from-folder int`` stores these names. Empty if no field has names.
+        """
         return self._views.plain().schema.classes
 
     @property
     def version(self) -> int:
-        """The version of the catalog that plain indices mean; 1 for plain files."""
+        """The catalog version of the present snapshot; 1 for plain files."""
         return self._views.version
 
     def refresh(self, *, epoch: int | None = None, sparing: bool = False) -> int:
-        """Take the newest snapshot, give the one before it back, and return the number of samples.
+        """Take the newest snapshot and end the lease of the snapshot before it.
 
-        To be called between epochs, where the dataset was made; :class:`EpochSampler` does it by itself. Processes of
-        one ``run`` get the same snapshot for the same ``epoch``. ``sparing``: the newest samples of a full cache that
-        nobody read yet may be left for the next snapshot, which would have nothing new. Raises :class:`UsageError` in a
-        DataLoader's worker.
+        Call this method between epochs, in the process that made the dataset. :class:`EpochSampler` calls it by itself.
+
+        Args:
+            epoch: Number of the epoch. Processes of one ``run`` get the same snapshot for the same number. Default:
+                none; the newest snapshot.
+            sparing: True: in a full cache the newest samples that nobody has read yet may be left for the next
+                snapshot, so that the next epoch has new samples too. Default: False.
+
+        Returns:
+            The number of samples in the snapshot.
+
+        Raises:
+            UsageError: The call comes from a worker of a ``DataLoader``, or the dataset was closed.
         """
         if get_worker_info() is not None:
-            raise UsageError("refresh() belongs to the process that made the dataset, not to a worker of a DataLoader")
+            raise UsageError("call refresh() in the process that created the dataset, not in a worker of a DataLoader")
         self._require_open()
         return self._views.refresh(epoch=epoch, sparing=sparing).samples
 
@@ -191,37 +206,47 @@ class _MapDataset(Closing, Dataset[Sample]):
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        """The samples at these indices, read together; all of one snapshot. DataLoader calls this."""
+        """Return the samples at ``indices`` of one snapshot, read together; ``DataLoader`` calls this method."""
         self._require_open()
         version = max(0, decode(int(indices[0]))[0]) if len(indices) else 0
         view = self._views.at(version) if version else self._views.plain()
         base = encode(version, 0)
         places = [int(index) - base for index in indices]
-        if any(abs(place) >= 2**63 for place in places):  # beyond what NumPy takes
-            raise IndexError(f"sample {shown(places[0])} of a dataset of {view.samples}")
+        # NumPy raises an OverflowError for such numbers; PyTorch expects an IndexError for an index outside of a
+        # dataset.
+        if any(abs(place) >= 2**63 for place in places):
+            raise IndexError(f"index {shown(places[0])} is outside a dataset of {view.samples} samples")
         at = np.array(places, dtype=np.int64)
         if not version:
+            # Only an index without a version may be negative, as in a list. An index with a version is never negative.
             at[at < 0] += view.samples
         elif int(at.min()) < 0 or decode(int(at.max()))[0]:
-            raise UsageError("one batch has indices of two snapshots; draw a batch from one epoch of one sampler")
+            raise UsageError("a batch has indices of two snapshots; use indices from one epoch of one sampler")
         tensors: dict[str, torch.Tensor] = {}
         columns = gather(view, at, self._parts, self.schema, empty=empty_tensors(tensors))
         return Samples({f.name: finished(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
 
     def collate(self, batch: Sequence[Sample]) -> Sample:
-        """A batch as one dict: numeric fields stacked, (k, *shape); ragged ones a :class:`TensorList` or list; bytes
-        and str a list. For ``DataLoader(collate_fn=dataset.collate)``: samples read together are one batch already."""
+        """Return a batch as one dict; pass this method as ``collate_fn`` to a ``DataLoader``.
+
+        Args:
+            batch: Samples of this dataset: dicts, or the :class:`Samples` that ``DataLoader`` gets.
+
+        Returns:
+            Field to value: a tensor of shape (k, *shape) for numbers, a :class:`TensorList` or list for a ragged field,
+            a list of k values for ``bytes`` and ``str``.
+        """
         if isinstance(batch, Samples):
             return dict(batch.columns)
         columns = {field.name: [sample[field.name] for sample in batch] for field in self.schema}
         return {f.name: torch.stack(columns[f.name]) if f.kind == "fixed" else columns[f.name] for f in self.schema}
 
     def served(self) -> None:
-        """Count one epoch for the shards of the present snapshot (``stats``, ``--min-epochs``)."""
+        """Count one epoch for the shards of the present snapshot, for ``cachetool stats`` and ``--min-epochs``."""
         self._views.served()
 
     def close(self) -> None:
-        """Give the lease back and close all files. May be called twice; in a copy it does nothing to the original."""
+        """End the lease and close all files. May be called twice; in a copy it does nothing to the original."""
         self._closed = True
         self._views.close()
         self._parts.close()
@@ -232,17 +257,32 @@ class _MapDataset(Closing, Dataset[Sample]):
 
 
 class CacheDataset(_MapDataset):
-    """The samples of a dataset of a cache, in any format: uncompressed shards straight out of memory maps.
+    """A map-style dataset for ``torch.utils.data.DataLoader``: the samples of a cache, in any format.
 
-    ``cache_or_paths`` is a cache or its folder; or a folder that ``cachetool convert --out`` wrote, one of its files,
-    or a list of such. ``fields`` chooses and orders the fields of a sample. ``dataset`` is needed when the cache holds
-    several. ``run`` names the training run when several processes share it (default: from torchrun's or Slurm's
-    environment).
+    A sample is a dict from field to value: a tensor for numbers (``datetime64`` as int64), ``bytes`` and ``str`` as
+    they are. Uncompressed shards are read from memory maps. The dataset holds a lease until :meth:`close`, the end of
+    its ``with`` block, or the end of the process. It may be forked and pickled; a copy holds no lease. Use it in one
+    thread at a time. Use it with :class:`EpochSampler`, or growth is not seen.
 
-    It holds a lease until :meth:`close`, the end of the ``with`` block, its collection, or the end of the process. It
-    belongs to one thread at a time; it may be forked and pickled, and a copy holds no lease.
+    Args:
+        cache_or_paths: The samples: an open cache, or the folder of a cache. Or files outside any cache: a folder that
+            ``cachetool convert --out`` wrote, one of its files, or a list of such folders and files.
+        fields: Names of the fields of a sample, in this order. Default: all fields.
+        dataset: Name of the dataset of the cache. Default: ``"default"``, or the only dataset.
+        run: Name of the training run, the same on all its ranks, which then share snapshots. Default: a name from the
+            environment of torchrun or Slurm.
 
-    Raises :class:`UsageError` for a cache, dataset or field that is not there.
+    Raises:
+        UsageError: There is no such cache, dataset or field, or the dataset is empty.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from cachetool.loaders.torch import CacheDataset, EpochSampler
+        >>> with CacheDataset("data/cache", fields=["volume", "label"]) as dataset:
+        ...     sampler = EpochSampler(dataset, seed=0)
+        ...     loader = DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=dataset.collate)
+        ...     [len(batch["label"]) for batch in loader]
+        [8, 8, 8]
     """
 
     @answering(OF_DATASETS)
@@ -258,13 +298,26 @@ class CacheDataset(_MapDataset):
         super().__init__(subscribe(cache_or_paths, dataset=dataset, run=self.run), MappedParts(), fields)
 
 
+@arguments_of(CacheDataset, "fields", "dataset", "run")
 class LMDBDataset(_MapDataset):
-    """The samples of LMDB shards, read by py-lmdb: one environment a file and process, opened at its first use.
+    """A map-style dataset over LMDB shards, read by py-lmdb.
 
-    As :class:`CacheDataset`, and ``cache`` may also be a single LMDB file (or the folder of one): one of ours, or with
-    ``value_format="raw"`` one of others, whose samples are ``key`` and ``value``, both bytes, in key order.
+    Each process opens each file once, at its first use. Everything else is as for :class:`CacheDataset`.
 
-    Raises :class:`UsageError`, naming the format, for a dataset whose shards are in another one.
+    Args:
+        cache: An open cache, the folder of a cache, or a single LMDB file (or the folder of one).
+        value_format: ``"raw"`` for an LMDB file that another program wrote: its samples are ``key`` and ``value``, both
+            ``bytes``, in key order. Default: a file of cachetool.
+
+    Raises:
+        UsageError: Shards of the dataset are in another format; ``value_format`` is missing for a file of another
+            program, or given for a cache; or there is no such cache, dataset or field.
+
+    Example:
+        >>> from cachetool.loaders.torch import LMDBDataset
+        >>> with LMDBDataset("data/cache", fields=["label"]) as dataset:
+        ...     len(dataset), dataset[0]["label"].dtype
+        (24, torch.int64)
     """
 
     @answering(OF_DATASETS)
@@ -281,32 +334,45 @@ class LMDBDataset(_MapDataset):
         if not isinstance(cache, CacheDir) and is_lmdb(path := Path(parse_location(cache, what="cache="))):
             subscription: Subscription = subscribe_file(path, value_format=value_format)
         elif value_format is not None:
-            raise UsageError(f"value_format= goes with an LMDB file of others, not with {cache}")
+            raise UsageError(f"value_format= is only for LMDB files of other programs, not for {cache}")
         else:
             subscription = subscribe(cache, dataset=dataset, run=self.run)
         super().__init__(subscription, Parts(open_lmdb), fields, check=only_lmdb)
 
 
 class EpochSampler(Sampler[int]):
-    """The order of an epoch over the newest snapshot: every ``iter()`` refreshes the dataset first.
+    """A sampler that takes the newest snapshot of a dataset for each epoch and yields its indices.
 
-    The order is decided by ``seed``, the number of the epoch and the number of samples alone; ``shuffle=False`` goes
-    through the samples oldest first. With several processes (``rank`` of ``world_size``; default: those of
-    torch.distributed or of the launcher's environment) all use the same snapshot, so the dataset needs its ``run``, and
-    no two read the same sample; ``drop_last`` leaves out the remainder, at most ``world_size - 1`` samples, another one
-    every epoch, so that all take the same number of steps. Without it some ranks may take one step more. By default
-    only the ranks of its node divide a cache that holds one node's share of its source, and the ranks of all nodes
-    agree on the least number of samples.
+    ``seed``, the number of the epoch and the number of samples decide the order. With several processes all use the
+    same snapshot, and no two read the same sample; the dataset then needs a ``run``. torchdata's ``StatefulDataLoader``
+    can resume in the middle of an epoch, with the samples that the epoch had. Accelerate divides a prepared
+    ``DataLoader`` among the processes by itself: there give ``rank=0, world_size=1`` on each process.
 
-    torchdata's StatefulDataLoader goes on in the middle of an epoch, with the samples it had, although the cache has
-    grown since: the iterator has a state of its own.
+    Args:
+        dataset: A :class:`CacheDataset` or :class:`LMDBDataset`.
+        shuffle: True: a random order. False: the oldest samples first. Default: True.
+        seed: Whole number that decides the random order. Default: 0.
+        rank: Number of this process among those that divide the samples, from 0. Give it together with ``world_size``.
+            Default: the rank of torch.distributed, or ``RANK`` in the environment. A cache that holds one node's share
+            of its source is then divided by the ranks of that node only, and the ranks of all nodes agree on the least
+            number of samples.
+        world_size: Number of processes that divide the samples. Default: see ``rank``.
+        drop_last: True: leave out the remainder, at most ``world_size - 1`` samples, so that all ranks take the same
+            number of steps. False: some ranks may take one step more. Default: True.
 
-    Accelerate divides a prepared ``DataLoader`` among the processes by itself: use ``rank=0, world_size=1`` there, on
-    each process. All processes of one run then use the same snapshot as well.
+    Attributes:
+        epoch: Number of the epoch that the next ``iter()`` begins.
 
-    Its indices carry the number of the snapshot: workers that outlive the epoch read the right list of shards, and an
-    index whose shard was evicted raises :class:`UsageError`. Raises :class:`UsageError` where the cache has less than
-    one sample for each process.
+    Raises:
+        UsageError: ``dataset`` is another kind of dataset; several processes have no ``run``; an argument cannot be
+            used; or, while iterating, the cache has fewer samples than processes or a shard of the epoch was evicted.
+
+    Example:
+        >>> from cachetool.loaders.torch import CacheDataset, EpochSampler
+        >>> with CacheDataset("data/cache") as dataset:
+        ...     sampler = EpochSampler(dataset, seed=0, rank=0, world_size=1)
+        ...     len(sampler), len(list(sampler))
+        (24, 24)
     """
 
     def __init__(
@@ -320,14 +386,14 @@ class EpochSampler(Sampler[int]):
         drop_last: bool = True,
     ) -> None:
         if not hasattr(dataset, "refresh"):
-            raise UsageError(f"an EpochSampler is of a CacheDataset or LMDBDataset, not of {type(dataset).__name__}")
+            raise UsageError(f"EpochSampler needs a CacheDataset or LMDBDataset, not {type(dataset).__name__}")
         self._dataset = dataset
         self._shuffle, self._drop_last = parse_flag(shuffle, what="shuffle="), parse_flag(drop_last, what="drop_last=")
         self._seed = parse_whole(seed, what="seed=")
         place = given(rank, world_size)
         self.rank, self.world_size = place or world()
         self._agrees = place is None and self.world_size > 1 and initialised() and dataset._views.plain().in_parts
-        """Whether the ranks of other nodes have other caches, and must take as many steps."""
+        """True if ranks of other nodes have other caches, and all ranks must take the same number of steps."""
         if place is None and dataset._views.plain().in_parts:
             self.rank, self.world_size = require_node(on_node(self.world_size))
         self.epoch = 0
@@ -337,11 +403,18 @@ class EpochSampler(Sampler[int]):
         self._warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``iter()`` begin epoch number ``epoch``: to go on after a restart."""
+        """Let the next ``iter()`` begin epoch number ``epoch``, to continue after a restart.
+
+        Args:
+            epoch: Number of the epoch, 0 or more.
+
+        Raises:
+            UsageError: ``epoch`` is not a whole number of 0 or more.
+        """
         self.epoch = parse_epoch(epoch)
 
     def __len__(self) -> int:
-        """Number of indices of the present snapshot; the next epoch may have more."""
+        """Return the number of indices of the present snapshot; the next epoch may have more."""
         return share(len(self._dataset), rank=self.rank, world_size=self.world_size, drop_last=self._drop_last)
 
     def __iter__(self) -> Iterator[int]:
@@ -350,25 +423,25 @@ class EpochSampler(Sampler[int]):
 
 
 class _EpochIndices(Iterator[int]):
-    """The indices of one epoch of a sampler, which ``torchdata``'s StatefulDataLoader saves and goes on with.
+    """The indices of one epoch of a sampler, with the state that ``torchdata``'s StatefulDataLoader saves."""
 
-    A DataLoader draws indices ahead of the batches that it delivers. It asks for the state after each batch that it
-    draws, and keeps the state of the batch that it delivered last: so the state belongs to the iterator, and is cheap.
-    """
-
+    # The state belongs to the iterator, not to the sampler. A DataLoader draws indices ahead of the batches that it
+    # delivers, asks for the state after each batch that it draws, and keeps the state of the batch that it delivered
+    # last. So the state must be cheap too.
     def __init__(self, sampler: EpochSampler) -> None:
         self._sampler = sampler
-        self._indices: Iterator[int] | None = None  # before the first index was asked for
+        self._indices: Iterator[int] | None = None
+        """Indices of the epoch; None before the first one was asked for."""
         self._resume: Resume | None = None
-        """The beginning of this epoch, once its samples are known."""
+        """Position at which this epoch began, once its samples are known."""
         self._epoch: int | None = None
         self._given = 0
-        """Indices of this rank since."""
+        """Number of indices of this rank since that position."""
 
     def __next__(self) -> int:
         if self._indices is None:
-            # The old snapshot stays leased until the first index is asked for, when workers of an epoch that was broken
-            # off have finished what was still in flight.
+            # The new snapshot is taken now and not in __init__(), so the old one stays leased until workers of an
+            # interrupted epoch have finished the batches that were in flight.
             self._indices = self._begun()
         index = next(self._indices, None)
         if index is None:
@@ -383,8 +456,8 @@ class _EpochIndices(Iterator[int]):
         run = getattr(dataset, "run", None)
         if not sampler._warned:
             sampler._warned = _check_sharded_once(rank=sampler.rank, world_size=sampler.world_size, run=run)
-        # Somebody else may divide the indices of a sampler for all samples among the processes of the job, which is
-        # right only if all of them use one snapshot.
+        # Accelerate may divide the indices of a sampler of all samples among the processes. This is right only if all
+        # processes use one snapshot, so a run with several processes counts as shared too.
         shared = sampler.world_size > 1 or (
             run is not None and initialised() and torch.distributed.get_world_size() > 1
         )
@@ -422,6 +495,8 @@ class _EpochIndices(Iterator[int]):
             block, count = block[:count], count - len(block[:count])
             for index in (block if where is None else where(block)).tolist():
                 yield base + index
+        # One rank counts the epoch for all; otherwise it would count once for each rank, and --min-epochs would end
+        # early.
         if sampler.rank == 0:
             sampler._dataset.served()
 
@@ -438,7 +513,7 @@ class _EpochIndices(Iterator[int]):
         return state | resume._replace(position=reached)._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called, with the samples of that epoch, although the cache has grown since.
+        """Continue where ``state_dict`` was called, with the samples of that epoch, although the cache has grown since.
 
         Raises :class:`UsageError` for what is no such state, or that of a sampler with another ``seed`` or ``shuffle``;
         the first index raises it where shards of that epoch were evicted.
@@ -448,11 +523,12 @@ class _EpochIndices(Iterator[int]):
         require_state(state, kinds, of="EpochSamplers")
         where = {name: state[name] for name in Resume._fields} if began else None
         if not is_resume(where) or (not began and state["position"]):
-            raise UsageError("not a state of EpochSamplers: it has read more samples than its shards hold")
+            raise UsageError("this is not a state of EpochSamplers: it has read more samples than its shards hold")
         own = self._order()
         require_same({name: state.get(name) for name in own}, own, of="EpochSampler")
         self._epoch, self._indices, self._given = int(state["epoch"]), None, 0
-        self._sampler.epoch = self._epoch + 1  # of an epoch that ended StatefulDataLoader asks for the next at once
+        # StatefulDataLoader asks for the next epoch at once if this one has no index left.
+        self._sampler.epoch = self._epoch + 1
         self._resume = Resume.of(where)
 
     def _order(self) -> dict[str, Any]:

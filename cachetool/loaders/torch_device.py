@@ -1,11 +1,11 @@
 """Batches on a device before they are asked for, copied beside the computation.
 
-Slots locked in memory for a GPU, which fetches batches out of them by itself while the training process goes on.
+A CUDA device can fetch a batch from host memory by itself, while the training process continues, if the memory is
+locked (page-locked). From ordinary memory the training process has to copy piece by piece through a buffer of the
+driver, which occupies a processor all the time: 7.5 to 8.2 GB/s instead of 55 on an H200.
 
-A copy out of ordinary memory is made by the training process: into a buffer of the driver, piece by piece, with a
-processor all the time. Out of locked memory it is only asked for. The feeders do not know: the memory stays what and
-where it is. Whoever has locked slots must keep a batch until its copy is done; so no array of
-one is ever handed out.
+So the slots of the feeders are locked. The feeders need not know, because the memory stays where it is. A batch in
+locked memory must be kept until its copy is done, so no array of such a batch is ever handed out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from cachetool.loaders.torch_values import TensorList
 __all__ = ["DevicePrefetcher", "page_lock", "parse_device", "prefetched"]
 
 
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
+# The flag cudaHostRegisterPortable: the memory counts as locked for every device, not only for the present one.
+_PORTABLE = 1
 
 
 def page_lock(device: torch.device) -> PageLock | None:
-    """What locks slots for copies to a device, the same object for the same device; None where nothing does."""
+    """Return the lock of slots for copies to a device, one object for each device; None if the device needs none."""
     if device.type != "cuda":
         return None
     return _page_lock(torch.cuda.current_device() if device.index is None else device.index)
@@ -49,8 +50,10 @@ def _page_lock(index: int) -> PageLock:
 
 
 class PageLock:
-    """Locks memory for copies to one CUDA device (:data:`~cachetool.loaders.ring.ring.Lock`). Where the driver refuses,
-    the memory stays as it is, which is slower and no less right; it is then not asked again."""
+    """A lock of host memory for copies to one CUDA device (:data:`~cachetool.loaders.ring.ring.Lock`).
+
+    If the driver refuses, the memory stays unlocked, which is slower but correct, and the driver is not asked again.
+    """
 
     def __init__(self, index: int) -> None:
         self._index, self._runtime = index, torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -59,14 +62,17 @@ class PageLock:
         self.refused = False
 
     def __call__(self, memory: memoryview) -> object:
-        """The memory, locked for as long as what this gives is there."""
+        """Lock the memory for as long as the returned object lives."""
         if self.refused or not memory.nbytes:
             return memory
         address, nbytes = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes
-        locked, registered = _Locked(), [True]  # until it is known not to be: an interrupt may come with the answer
+        # The unlocker exists before the lock, and assumes success until the driver has refused: an interrupt may come
+        # together with the answer, and memory that stays locked could never be given back.
+        locked, registered = _Locked(), [True]
         weakref.finalize(locked, self._unlock, address, memory, os.getpid(), registered).atexit = False
         self.locked += nbytes
-        with torch.cuda.device(self._index):  # else the first device would be made ready too, half a gigabyte of it
+        # Without this the call would also initialise the first device, which takes half a gigabyte of its memory.
+        with torch.cuda.device(self._index):
             if int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)):
                 registered.clear()
                 self.refused = True
@@ -75,9 +81,10 @@ class PageLock:
         return locked
 
     def _unlock(self, address: int, memory: memoryview, pid: int, registered: list[bool]) -> None:
-        """Before the memory may go: only now does nothing see it any more."""
+        """Unlock the memory when nothing refers to the lock any more, before the memory may be unmapped."""
+        # In a forked child the finalizer runs too, but the lock belongs to the parent, and CUDA cannot be used here.
         if os.getpid() != pid:
-            return  # a forked copy
+            return
         self.locked -= memory.nbytes
         if not registered:
             return
@@ -86,19 +93,21 @@ class PageLock:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """PyTorch takes what the runtime remembers of a failed call for an error of the next kernel."""
+        """Clear the error that the CUDA runtime remembers of a failed call."""
         with contextlib.suppress(RuntimeError):
+            # PyTorch would take the remembered error for one of the next kernel. A small call that raises it here
+            # clears it.
             torch.zeros(1, device=f"cuda:{self._index}")
 
 
 class _Locked:
-    """Keeps a lock."""
+    """An object whose life is that of a lock."""
 
     __slots__ = ("__weakref__",)
 
 
 def parse_device(device: torch.device | str | int) -> torch.device:
-    """The device, which is not looked for. Raises :class:`UsageError` for what is none."""
+    """Return the device, without a check that it exists. Raise :class:`UsageError` for a value that is no device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -108,15 +117,16 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 def prefetched(
     begin: Callable[[], Iterator[Any]], device: torch.device, depth: int = 2, *, lock: bool = True
 ) -> Iterator[Any]:
-    """The batches that ``begin`` gives an iterator of, on a device, as by :class:`DevicePrefetcher`. Raises
-    :class:`UsageError` before anything is begun where PyTorch finds no such device.
+    """Return the batches of the iterator that ``begin`` returns on a device, as :class:`DevicePrefetcher` does.
 
-    ``lock``: whether memory that feeders share may be locked: none of it is then handed out here, or by anybody else.
+    If PyTorch does not find the device, raises :class:`UsageError` before anything is begun. ``lock`` is True if memory
+    that feeders share may be locked; neither this function nor any other code may then hand that memory out.
     """
     if device.type == "cpu":
         return begin()
     module = _module(device)
-    if not hasattr(module, "Stream"):  # mps
+    # PyTorch has no streams for mps, so nothing can be copied beside the computation.
+    if not hasattr(module, "Stream"):
         return (_map(batch, lambda tensor: tensor.to(device)) for batch in begin())
     batches = begin()
     if isinstance(batches, Epoch) and lock:
@@ -125,7 +135,7 @@ def prefetched(
 
 
 def _module(device: torch.device) -> Any:
-    """PyTorch's module for a device. Raises :class:`UsageError` where PyTorch finds no such device."""
+    """Return PyTorch's module for a device. Raises :class:`UsageError` if PyTorch does not find the device."""
     try:
         module = torch.get_device_module(device)
         there = getattr(module, "is_available", lambda: True)()
@@ -134,26 +144,41 @@ def _module(device: torch.device) -> Any:
     if not there:
         raise UsageError(
             f"device={str(device)!r} cannot be used: PyTorch {torch.__version__} finds no such device here; leave out"
-            " device=, or install a PyTorch for it"
+            " device=, or install a PyTorch that supports it"
         )
     count = module.device_count() if hasattr(module, "device_count") else None
     if device.index is not None and count is not None and device.index >= count:
-        raise UsageError(f"device={str(device)!r} cannot be used: there are {count} here, numbered from 0")
+        raise UsageError(
+            f"device={str(device)!r} cannot be used: this machine has {count} such devices, numbered from 0"
+        )
     return module
 
 
 class DevicePrefetcher:
-    """The batches of ``loader`` on ``device``, up to ``depth`` of them on their way while one is computed with.
+    """The batches of an iterable on a device, copied ahead of the computation.
 
-    Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
-    copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
-    host memory is kept until its copy is done. Where PyTorch has no streams (mps) a batch is copied when it is asked
-    for; on the CPU batches pass through.
+    A batch is a tensor, or a dict, list or tuple of tensors; other values stay as they are. The copies run on a stream
+    of their own. On the CPU batches pass through unchanged; where PyTorch has no streams (``mps``), a batch is copied
+    when it is asked for. A batch of a cachetool loader counts for ``state_dict()`` when it is handed out. Its shared
+    memory is page-locked; for other iterables use pinned tensors.
 
-    Of a loader of ours no batch is waited for while there is one to hand out; a batch counts, for ``state_dict()``,
-    when it is handed out; and the memory that feeders share is locked, so that a CUDA device copies by itself. Other
-    iterables do well to give pinned tensors. Raises :class:`UsageError` for a ``depth`` below 1, what is no device and
-    what gives no batches, and by ``iter()`` for a device that PyTorch does not find here.
+    Args:
+        loader: A loader of cachetool, its ``epochs_of(steps=N)``, or any other iterable of batches.
+        device: The device, such as ``"cuda"``, ``"cuda:1"`` or a ``torch.device``.
+        depth: Batches on their way to the device while one is in use, 1 or more. Default: 2.
+
+    Raises:
+        UsageError: ``loader`` gives no batches; ``device`` is not a device; ``depth`` is below 1; or, by ``iter()``,
+            PyTorch does not find the device.
+
+    Example:
+        >>> import torch
+        >>> from cachetool.loaders.torch import DevicePrefetcher
+        >>> batches = [{"x": torch.zeros(4)}, {"x": torch.ones(4)}]
+        >>> for batch in DevicePrefetcher(batches, "cpu"):  # "cuda" on a machine with a GPU
+        ...     print(batch["x"].sum())
+        tensor(0.)
+        tensor(4.)
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
@@ -166,18 +191,23 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self._loader
-        if isinstance(loader, FixedEpochs):  # whose passes are prefetched, each by itself
+        # An epoch of fixed length goes over the end of a pass, so each pass is prefetched by itself.
+        if isinstance(loader, FixedEpochs):
             passes, device = DevicePrefetcher(loader.loader, self._device, depth=self._depth), self._device
             return loader.begun_by(lambda: iter(passes), how=("torch", device))
-        # Not of an epoch, whose owner may go on with it himself, nor of arrays, which are handed out as they are.
+        # Not for an Epoch, because its owner may continue to iterate it, and not for a loader of arrays, which hands
+        # them out as they are.
         lock = getattr(loader, "gives_tensors", False)
-        if self._device.type != "cpu" and lock:  # its epoch is counted here, also where it has a device of its own
+        # begin() and not iter(): a loader with a device= of its own would copy the batch there first, and count it as
+        # delivered.
+        if self._device.type != "cpu" and lock:
             return prefetched(loader.begin, self._device, self._depth)
         return prefetched(lambda: iter(loader), self._device, self._depth, lock=lock)
 
 
 class _Copy:
-    """See :class:`~cachetool.loaders.device.Copy`. All copies of a loop run on one stream."""
+    """The copy of one batch by PyTorch; see :class:`~cachetool.loaders.device.Copy`. All copies of a loop use one
+    stream."""
 
     __slots__ = ("_device", "_event", "_module", "_stream", "_tensors")
 
@@ -187,22 +217,28 @@ class _Copy:
         self._tensors: list[torch.Tensor] = []
 
     def begin(self, batch: Any) -> Any:
-        stream = self._stream  # a context manager by itself since PyTorch 2.7, and quicker
+        stream = self._stream
+        # Since PyTorch 2.7 a stream is a context manager itself, which is quicker: 29 to 38 instead of 76 to 90 us a
+        # batch.
         with stream if hasattr(stream, "__enter__") else self._module.stream(stream):
             try:
                 return _map(batch, functools.partial(_moved, self._device, self._tensors))
-            finally:  # also behind the first tensor, when the second fails
+            # Also if the second tensor fails: the first is on its way, and its copy must be awaited.
+            finally:
                 self._event.record(stream)
 
     def arrive(self) -> None:
-        now = self._module.current_stream(self._stream.device_index)  # a number, which need not be looked up
+        # A device index and not a device, because a number need not be looked up.
+        now = self._module.current_stream(self._stream.device_index)
         now.wait_event(self._event)
-        # Memory that was made on the one stream and is used on the other must not be given out again in between.
+        # The tensors were allocated on the copy stream and are used on this one. Without record_stream() the allocator
+        # could give their memory out again while this stream still reads it.
         _record(self._tensors, now)
         self._tensors.clear()
 
     def wait(self) -> None:
-        self._stream.synchronize()  # not the event, which an interrupt may have left without a record
+        # The stream and not the event, because an interrupt may have prevented the record of the event.
+        self._stream.synchronize()
 
     @property
     def done(self) -> bool:
@@ -215,13 +251,13 @@ def _record(tensors: Iterable[torch.Tensor], stream: Any) -> None:
 
 
 def _moved(device: torch.device, tensors: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the device, noted in ``tensors``."""
+    """Return the tensor on the device, and append it to ``tensors``."""
     tensors.append(tensor.to(device, non_blocking=True))
     return tensors[-1]
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor replaced."""
+    """Return ``value`` with each tensor replaced by ``function(tensor)``."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, TensorList):
@@ -230,10 +266,12 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         there = {name: _map(element, function) for name, element in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return there
-        like = copy.copy(value)  # an OrderedDict, or the batch of a tokenizer, stays one
+        # The type is kept: an OrderedDict, or the batch of a tokenizer, has methods that the user's code calls.
+        like = copy.copy(value)
         like.update(there)
         return like
-    if isinstance(value, PackedSequence):  # its sizes belong to the host
+    # PyTorch requires that the sizes of a PackedSequence stay on the CPU.
+    if isinstance(value, PackedSequence):
         sorted_, unsorted = (None if element is None else function(element) for element in value[2:])
         return type(value)(function(value.data), value.batch_sizes, sorted_, unsorted)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

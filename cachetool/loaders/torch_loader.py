@@ -1,4 +1,5 @@
-"""The loader for PyTorch: batches as tensors over the feeders' shared memory, no copy and no thread in between."""
+"""The loader for PyTorch: batches as tensors over the shared memory of the feeders, without a copy and without a
+thread."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import distributed
 
+from cachetool.core.docstrings import arguments_of
 from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_flag
 from cachetool.loaders.loader import BaseLoader, CacheOrPaths
@@ -20,23 +22,37 @@ from cachetool.loaders.torch_values import finished, initialised, least, shared_
 __all__ = ["Loader"]
 
 
+@arguments_of(BaseLoader)
 class Loader(BaseLoader[dict[str, Any]]):
-    """Batches of a cache as dicts: a tensor (k, *shape) for each numeric field, a :class:`TensorList` for each ragged
-    one, a list for str and bytes. datetime64 comes as int64.
+    """Batches of a cache as dicts of PyTorch tensors.
 
-    The arguments are those of :class:`cachetool.loaders.numpy.Loader`, and ``device``: where the tensors are to be,
-    copied there on a stream of their own (:class:`DevicePrefetcher`). On the CPU every tensor is pageable memory of its
-    own that stays as it is for as long as anything sees it: views, autograd, ``.numpy()``, a ``non_blocking`` copy.
+    ``batch[name]`` is a tensor of shape (k, *shape) for a field of numbers, a :class:`TensorList` for a ragged field,
+    and a list of k values for a field of ``str`` or ``bytes``; k is at most ``batch_size``. The dtype is that of the
+    field; ``datetime64`` and ``timedelta64`` become int64. Tensors on the CPU are views of shared memory, which is
+    filled again only when nothing refers to them any more.
 
-    Without ``rank`` and ``world_size`` those of torch.distributed are taken, if it is initialised when an epoch or its
-    length is first asked for. All ranks then agree by one ``all_reduce`` for each epoch on the least number of steps
-    that any of them can take, unless ``steps`` says how many; a cache that holds one node's share of its source is
-    divided by the ranks of that node alone. With ``agree`` they do so as well where ``rank`` and
-    ``world_size`` are given: where each node has a cache of its own, which only the ranks of that node divide. Raises
-    :class:`UsageError` for what no loader can be made of; the first epoch raises it for ``agree`` where
-    torch.distributed is not initialised.
+    Without ``rank`` and ``world_size`` the loader takes those of torch.distributed, if it is initialised when an epoch
+    or its length is first asked for. All ranks then agree on the number of steps by one ``all_reduce`` for each epoch,
+    unless ``steps`` is given.
+
+    Args:
+        device: Device of the tensors, such as ``"cuda"`` or ``"cuda:1"``. Batches are copied there ahead of the
+            training step, on a stream of their own. Default: host memory.
+        agree: True: all ranks of torch.distributed agree on the least number of steps that any of them can take, also
+            where ``rank`` and ``world_size`` are given. Use it where each node has a cache of its own;
+            torch.distributed must be initialised when the first epoch begins. Default: False.
+
+    Example:
+        >>> from cachetool.loaders.torch import Loader
+        >>> with Loader("data/cache", batch_size=8, fields=["volume", "label"]) as loader:
+        ...     for batch in loader:
+        ...         volumes, labels = batch["volume"], batch["label"]
+        >>> volumes.shape, volumes.dtype
+        (torch.Size([8, 16, 16, 16]), torch.float32)
     """
 
+    # DevicePrefetcher locks the memory of such a loader. Tensors are copied to the device and never handed out then,
+    # but NumPy arrays would be.
     gives_tensors: ClassVar = True
 
     def __init__(
@@ -60,32 +76,35 @@ class Loader(BaseLoader[dict[str, Any]]):
     def _world(self) -> tuple[int, int]:
         rank, world_size = self._given or world()
         if self._agree and not initialised() and max(world_size, launched()[1]) > 1:
-            raise UsageError("agree=True: torch.distributed is not initialised; call init_process_group() before")
+            raise UsageError("agree=True needs torch.distributed; call torch.distributed.init_process_group() first")
         return rank, world_size
 
     def _shared_run(self) -> str | None:
         return shared_run() if self._collective and distributed.get_world_size() > 1 else None
 
     def _agreed(self, steps: int) -> int:
+        # With steps= all ranks take the same number without asking, so the collective is saved.
         if not self._collective or self._fixed_steps or distributed.get_world_size() == 1:
             return steps
+        # One all_reduce gives the least number of steps and, by the minimum of e and -e, the lowest and highest number
+        # of the epoch.
         steps, first, last = least(steps, self._last, -self._last)
         if first != -last:
             raise UsageError(
-                f"the ranks begin epochs {first} to {-last}, where samples would be read twice; all of them must leave"
-                " the same loops with break, and set the same loader.epoch"
+                f"the ranks begin different epochs ({first} to {-last}), so samples would be read twice; on all ranks"
+                " leave the same loops with break, and set the same loader.epoch"
             )
         return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begin an epoch; older iterators of this loader end with an error."""
+        """Begin an epoch, on ``device`` if one was given; older iterators of this loader end with an error."""
         return self.begin() if self.device is None else prefetched(self.begin, self.device)
 
     def __getitem__(self, index: object) -> NoReturn:
-        """A loader is no dataset for ``DataLoader``, which would ask for samples one by one."""
+        """Raise :class:`UsageError`, because a ``DataLoader`` would ask a loader for single samples."""
         raise UsageError(
-            "a Loader makes batches in processes of its own: iterate it, or give it to the trainer as it is, without a"
-            " DataLoader around it; docs/trainers.md has the way for each trainer"
+            "a Loader makes batches in its own processes: iterate it, or pass it to the trainer directly, not inside a"
+            " DataLoader; docs/README.md lists a page for each trainer"
         )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
@@ -93,7 +112,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
 
 def _signature() -> inspect.Signature:
-    """All arguments, for help() and notebooks, which would only see ``**options``."""
+    """Return the signature with all arguments, for ``help()`` and notebooks, which would only see ``**options``."""
     own, base = (inspect.signature(cls.__init__) for cls in (Loader, BaseLoader))
     added = [own.parameters[name] for name in own.parameters if name not in (*base.parameters, "options")]
     return base.replace(parameters=[*base.parameters.values(), *added])

@@ -1,4 +1,4 @@
-"""What the loaders for PyTorch hand out, and where they stand among the processes of a job."""
+"""Values that the loaders for PyTorch return, and the place of a process among the processes of a job."""
 
 from __future__ import annotations
 
@@ -33,11 +33,27 @@ Sample: TypeAlias = dict[str, Any]
 
 
 class TensorList(Sequence[torch.Tensor]):
-    """Tensors of one dtype whose shapes differ, kept in one storage: a ragged field of a batch.
+    """A list of tensors of one dtype whose shapes differ, kept in one storage: a ragged field of a batch.
 
-    Tensor i is a view of ``values``; a plain list is ``list(tensors)``. ``TensorList(list_of_tensors)`` copies tensors
-    of one dtype and rank into a new storage: trainers rebuild the sequences of a batch that way. Raises
-    :class:`TypeError` for what is no such list.
+    Tensor i is a view of ``values``. ``list(tensors)`` is a plain list of tensors.
+
+    Args:
+        tensors: Tensors of one dtype and rank, which are copied into a new storage. Default: none.
+
+    Attributes:
+        values: All values, flat, a tensor of shape (total,).
+        offsets: Index in ``values`` of the first value of each tensor, an int64 array of shape (k + 1,).
+        shapes: Shape of each tensor, an int64 array of shape (k, rank).
+
+    Raises:
+        TypeError: The tensors differ in dtype or rank, or an element is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from cachetool.loaders.torch import TensorList
+        >>> tensors = TensorList([torch.zeros(2, 3), torch.ones(1, 3)])
+        >>> len(tensors), tensors[1].shape, tensors.values.shape
+        (2, torch.Size([1, 3]), torch.Size([9]))
     """
 
     values: torch.Tensor
@@ -51,10 +67,10 @@ class TensorList(Sequence[torch.Tensor]):
         tensors = list(tensors)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             wrong = next(tensor for tensor in tensors if not isinstance(tensor, torch.Tensor))
-            raise TypeError(f"a TensorList is of tensors, not of {type(wrong).__name__}; take list(tensors) instead")
+            raise TypeError(f"a TensorList holds tensors, not {type(wrong).__name__}; use list(tensors) instead")
         ranks = {tensor.ndim for tensor in tensors}
         if len(ranks) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
-            raise TypeError("a TensorList is of tensors of one dtype and rank; take list(tensors) instead")
+            raise TypeError("a TensorList holds tensors of one dtype and rank; use list(tensors) instead")
         self.values = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
         self.offsets = np.cumsum([0, *(tensor.numel() for tensor in tensors)], dtype=np.int64)
         shapes = [list(tensor.shape) for tensor in tensors]
@@ -62,8 +78,16 @@ class TensorList(Sequence[torch.Tensor]):
 
     @classmethod
     def of(cls, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> Self:
-        """Return the tensors that lie one after another in ``values``, (total,), without a copy: tensor i has the
-        shape ``shapes[i]``, (k, rank), and begins at ``offsets[i]``, (k + 1,)."""
+        """Return the tensors that lie one after another in ``values``, without a copy.
+
+        Args:
+            values: All values, flat, a tensor of shape (total,).
+            offsets: Index in ``values`` of the first value of each tensor, an int64 array of shape (k + 1,).
+            shapes: Shape of each tensor, an int64 array of shape (k, rank).
+
+        Returns:
+            A list of k tensors.
+        """
         tensors = cls.__new__(cls)
         tensors.values, tensors.offsets, tensors.shapes = values, offsets, shapes
         return tensors
@@ -82,12 +106,26 @@ class TensorList(Sequence[torch.Tensor]):
         return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])].view(self.shapes[at].tolist())
 
     def pin_memory(self, device: Any = None) -> TensorList:
-        """The same tensors in page-locked memory; called by DataLoader."""
+        """Return the same tensors in page-locked memory; ``DataLoader`` calls this method.
+
+        Args:
+            device: The device to lock the memory for, as for :meth:`torch.Tensor.pin_memory`. Default: the present one.
+
+        Returns:
+            A list of k tensors.
+        """
         return self.of(self.values.pin_memory(device), self.offsets, self.shapes)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the same tensors on another device or of another dtype; the arguments are those of
-        :meth:`torch.Tensor.to`. As there, nothing is copied where nothing changes."""
+        """Return the same tensors on another device or of another dtype; nothing is copied where nothing changes.
+
+        Args:
+            *args: Arguments of :meth:`torch.Tensor.to`.
+            **kwargs: Keyword arguments of :meth:`torch.Tensor.to`.
+
+        Returns:
+            A list of k tensors.
+        """
         return self.of(self.values.to(*args, **kwargs), self.offsets, self.shapes)
 
     def __repr__(self) -> str:
@@ -95,7 +133,22 @@ class TensorList(Sequence[torch.Tensor]):
 
 
 class Samples(Sequence[Sample]):
-    """Samples gathered together: a sequence of dicts over columns, so that a collate function may take either."""
+    """A sequence of samples, dicts, over columns, so that a collate function may take either.
+
+    ``DataLoader`` gets this object from ``dataset.__getitems__``. ``samples[i]`` is a dict from field to value.
+
+    Args:
+        columns: Field to column: a tensor of shape (k, *shape), a :class:`TensorList`, or a list of k ``bytes`` or
+            ``str``.
+        count: Number of samples, k.
+
+    Example:
+        >>> import torch
+        >>> from cachetool.loaders.torch import Samples
+        >>> samples = Samples({"label": torch.tensor([3, 1])}, 2)
+        >>> samples[0]
+        {'label': tensor(3)}
+    """
 
     def __init__(self, columns: Mapping[str, Sequence[Any] | torch.Tensor], count: int) -> None:
         self.columns = columns
@@ -117,17 +170,19 @@ class Samples(Sequence[Sample]):
 
 
 def initialised() -> bool:
-    """Return True if this process is one of a job of torch.distributed."""
+    """Return True if this process belongs to a job of torch.distributed."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def world() -> tuple[int, int]:
-    """Rank and world size of torch.distributed, or of the launcher's environment."""
+    """Return rank and world size of torch.distributed, otherwise those of the launcher's environment."""
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialised() else launched()
 
 
 def least(*values: int) -> list[int]:
-    """Return the least of each of these numbers that any process of the job has; all of them call this."""
+    """Return, for each of these numbers, the least one that any process of the job has. All processes must call
+    this."""
+    # The backend NCCL reduces tensors of a GPU only.
     where = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     numbers = torch.tensor(values, dtype=torch.int64, device=where)
     torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN)
@@ -136,30 +191,31 @@ def least(*values: int) -> list[int]:
 
 
 def shared_run() -> str | None:
-    """Return a name of this job that all its processes get, from the key-value store of torch.distributed; None where
-    that has none.
-
-    Unlike a collective, the store answers any process at any time: a length that rank 0 alone asks for, to print it,
-    does not wait for the other ranks.
-    """
+    """Return a name of this job that is the same in all its processes, from the key-value store of torch.distributed;
+    None if the backend has no store."""
     try:
+        # A store and not a collective, because it answers each process at any time. Rank 0 alone may ask for a length,
+        # to print it, and in a collective it would wait for the other ranks for ever.
         store = torch.distributed.distributed_c10d._get_default_store()
         name: bytes = store.compare_set("cachetool/run", "", f"torch {secrets.token_hex(8)}")
-    except (AttributeError, RuntimeError, ValueError):  # a function of no promised name; MPI has no store
+    # The function is private, so another version of PyTorch may lack it, and the backend MPI has no store.
+    except (AttributeError, RuntimeError, ValueError):
         return None
     return name.decode()
 
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a stored one; dates and durations as the int64 they are."""
+    """Return the torch dtype of a stored dtype; int64 for dates and durations, which are stored so."""
     dtype = np.dtype(name)
     return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
 
 
 def empty_tensors(tensors: dict[str, torch.Tensor]) -> Empty:
-    """For :func:`~cachetool.loaders.read.gather.gather`: columns that are tensors, which are put into ``tensors`` by
-    name."""
+    """Return the function by which :func:`~cachetool.loaders.read.gather.gather` makes columns that are tensors.
+
+    The function puts each tensor into ``tensors`` by the name of its field.
+    """
 
     def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if field.kind in ("bytes", "str"):
@@ -172,7 +228,8 @@ def empty_tensors(tensors: dict[str, torch.Tensor]) -> Empty:
 
 
 def finished(field: Field, column: Column, tensor: torch.Tensor | None = None) -> torch.Tensor | TensorList | list[Any]:
-    """What a batch holds for a column: of numbers the ``tensor`` that it was gathered into, or its own memory."""
+    """Return the value of a column in a batch; for numbers the ``tensor`` into which the column was gathered, or else a
+    tensor over the memory of the column."""
     if not isinstance(column, Ragged):
         return _tensor(field, column) if tensor is None else tensor
     if column.shapes is None:
@@ -181,4 +238,5 @@ def finished(field: Field, column: Column, tensor: torch.Tensor | None = None) -
 
 
 def _tensor(field: Field, values: npt.NDArray[Any]) -> torch.Tensor:
+    # PyTorch has no dates, so they are viewed as the int64 that they are stored as.
     return torch.from_numpy(values.view("<i8") if field.numpy.kind in "mM" else values)

@@ -1,4 +1,5 @@
-"""A list of samples: the parts that a snapshot consists of, and where in them the i-th sample is. Values, no I/O."""
+"""Views: the list of samples of a snapshot, as the shard files that hold them and the place of the i-th sample. No
+I/O."""
 
 from __future__ import annotations
 
@@ -26,62 +27,63 @@ Int64s = npt.NDArray[np.int64]
 
 
 class ShardFile(NamedTuple):
-    """One shard of a cache, or one file outside any."""
+    """One shard of a cache, or one data file outside of any cache."""
 
     id: str
-    """Names it in messages and tells it from all others."""
+    """Id of the shard, or name of the file: unique, and used in messages."""
     format: str
     samples: int
     content: str
-    """Content digest: parts with the same one hold the same samples in the same order, in whatever format."""
+    """Content digest: files with equal digests hold the same samples in the same order, in whatever format."""
+    # Text and not a Path, because making a thousand paths takes 20 ms an epoch.
     where: str
-    """What the names of its files are relative to; text, since a thousand paths cost 20 ms an epoch."""
+    """Folder to which the names of its files are relative."""
     file: str = ""
-    """Name of the data file; empty in a shard, where the format says it."""
+    """Name of the data file; empty for a shard, whose format names its files."""
     digest: str = ""
-    """File digest of a shard; empty for a file outside a cache."""
+    """File digest of a shard; empty for a file outside of a cache."""
 
     @classmethod
     def of_shard(cls, shard: Shard) -> ShardFile:
-        """A shard of a cache as a part."""
+        """Return the shard file of a shard of a cache."""
         where = f"{shard.folder}/{shard.id}"
         return cls(shard.id, shard.format, shard.samples, shard.content, where, digest=shard.digest)
 
     @property
     def folder(self) -> Path:
-        """``where`` as a path."""
+        """The folder :attr:`where` as a path."""
         return Path(self.where)
 
     @property
     def links(self) -> bool:
-        """Whether its files may be links: a user may have made those of a folder outside a cache."""
+        """True if its files may be links, which a user may make in a folder outside of a cache."""
         return bool(self.file)
 
     @property
     def extents(self) -> Path:
-        """Its extents; where there is no such file, the format's own library reads it."""
+        """Path of its extents file. If the file does not exist, the library of the format reads the data."""
         return Path(self.extents_name)
 
     @property
     def extents_name(self) -> str:
-        """The same as text."""
+        """Path of its extents file, as text."""
         side = f"{self.where}/{SIDE_FOLDER}/{self.file}" if self.file else self.where
         return f"{side}/{EXTENTS_FILE}"
 
 
 @dataclass(frozen=True)
 class View:
-    """The samples of one snapshot of a dataset, numbered from 0, oldest part first."""
+    """The samples of one snapshot of a dataset, numbered from 0, oldest shard first."""
 
     version: int
-    """The catalog's version; 1 for files outside a cache."""
+    """Version of the catalog; 1 for files outside of a cache."""
     dataset: str
     schema: Schema
     parts: tuple[ShardFile, ...]
     in_parts: bool = False
-    """True when its cache draws one node's share of a source."""
+    """True if the cache draws one node's share of a source."""
     starts: Int64s = field(init=False, repr=False, compare=False)
-    """Number of the first sample of each part, and behind them the number of samples: (parts + 1,)."""
+    """Number of the first sample of each shard file, then the number of all samples: int64, (parts + 1,)."""
 
     def __post_init__(self) -> None:
         starts = np.zeros(len(self.parts) + 1, dtype=np.int64)
@@ -90,7 +92,7 @@ class View:
 
     @classmethod
     def of_snapshot(cls, snapshot: Snapshot) -> View:
-        """The view of what was leased."""
+        """Return the view of a leased snapshot."""
         where = str(snapshot.folder)
         columns = snapshot.columns("id", "format", "samples", "content", "digest")
         parts = tuple(
@@ -102,7 +104,7 @@ class View:
 
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:
-        """The view of these shards of a cache."""
+        """Return the view of these shards of a cache."""
         return cls(version, dataset, schema, tuple(ShardFile.of_shard(shard) for shard in shards))
 
     @cached_property
@@ -111,21 +113,23 @@ class View:
         return int(self.starts[-1])
 
     def find(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """Part number and number within the part of each sample. Raises ``IndexError`` outside ``0 .. samples - 1``."""
+        """Return the number of the shard file of each sample, and its number within that file. Raises ``IndexError``
+        for an index outside of ``0 .. samples - 1``."""
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.samples:
             bad = int(indices.min()) if int(indices.min()) < 0 else int(indices.max())
-            raise IndexError(f"sample {bad} of a dataset of {self.samples}")
+            raise IndexError(f"index {bad} is outside a dataset of {self.samples} samples")
         parts = np.searchsorted(self.starts, indices, side="right").astype(np.int64) - 1
         return parts, indices - self.starts[parts]
 
     @cached_property
     def fingerprint(self) -> int:
-        """63 bits that differ when the parts do."""
+        """Number of 63 bits that differs if the shard files differ."""
         text = "\n".join(f"{part.id} {part.samples}" for part in self.parts)
+        # 63 bits, so that the number fits an int64 in memory that processes share.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def conversion(self, format: str) -> str:
-        """The command that makes these samples shards of another format, for messages."""
+        """Return, for a message, the command that converts these samples to another format."""
         from cachetool.cache.layout import cache_option
 
         first = self.parts[0]
@@ -135,9 +139,9 @@ class View:
         return f"cachetool convert --to {format}{named}{cache_option(first.folder.parent.parent)}"
 
     def extends(self, other: View) -> bool:
-        """Whether every index of ``other`` means the same sample here: nothing of it left or moved.
+        """Return True if every index of ``other`` means the same sample here, so that no sample was removed or moved.
 
-        A part converted into another format counts as the same; one that was evicted does not.
+        A shard that was converted into another format counts as the same; one that was evicted does not.
         """
         return len(self.parts) >= len(other.parts) and all(
             part.id == other_part.id or (part.content == other_part.content and part.samples == other_part.samples)

@@ -1,1 +1,1 @@
-"""Processes and disks: starts children, talks to them, writes durably."""
+"""Processes and disks: starts child processes, talks to them, and writes files durably."""

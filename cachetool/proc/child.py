@@ -4,12 +4,12 @@
 
     stdin    {"target": "cachetool.pull.worker:draw", "arguments": {...}, "starter": pid, "stay": false}
     stdout   {"message": {...}} ...                                   then {"result": {...}} or {"error": ...}
-             {"ask": {...}, "number": n}     and on stdin {"answer": {...}, "number": n}, before the task goes on
+             {"ask": {...}, "number": n}     and on stdin {"answer": {...}, "number": n}, before the task continues
              {"ask": {...}, "number": n, "blocks": [size, ...]}       and so many bytes behind it
 
-After a task that says ``stay`` another one may come; it begins with all that is imported. When stdin ends, at SIGTERM,
-or when the starter is not the parent any more, the work is to stop: :class:`Interrupted` is raised in the main thread,
-so that ``with`` blocks give back what they hold. Anything that a library prints goes to stderr.
+After a task with ``stay`` another task may come, which begins with everything imported. The work stops when stdin ends,
+at SIGTERM, or when the starter is no longer the parent: :class:`Interrupted` is raised in the main thread, so that
+``with`` blocks give back what they hold. Anything that a library prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,36 +33,39 @@ from cachetool.proc.task import Message, named
 
 __all__ = ["end_with", "main", "outcome_of"]
 
-_PDEATHSIG = 1  # linux/prctl.h
+# PR_SET_PDEATHSIG of linux/prctl.h, which Python has no name for.
+_PDEATHSIG = 1
 _GONE = signal.SIGQUIT
-"""Says that the starter is gone. Its number is also how many seconds are left then."""
+"""The signal that tells this process that its starter has ended. Its number is also the seconds that are left then."""
 _WATCH = 0.5
-"""Seconds until a child notices at the latest that its starter is gone."""
+"""Maximum of seconds until a child notices that its starter has ended."""
+# Something may have caught the first Interrupted, such as a finalizer that ran at that moment.
 AGAIN = 30.0
-"""Seconds that the clean-up may take before the work is stopped once more: something may have caught the first
-:class:`Interrupted`, such as a finaliser that ran just then."""
+"""Seconds that the clean-up may take before the work is interrupted once more."""
 
 
 def end_with(starter: int, *, gives_back: bool) -> None:
-    """Have the kernel end this process when the process ``starter`` is gone; see :func:`cachetool.proc.parent.begin`.
-
-    A thread that watches would need the GIL, which a library that computes may keep for minutes.
-    """
+    """Let the kernel end this process when the process ``starter`` ends; see :func:`cachetool.proc.parent.begin`."""
     if sys.platform != "linux":
         return
+    # The kernel rather than a thread that watches: a thread needs the GIL, which a library that
+    # computes may keep for minutes.
     libc = ctypes.CDLL(None)
     if gives_back:
-        # The handler is the C function alarm() itself, which takes the number of the signal for seconds and then
-        # kills: no Python is needed for that. Python's own watching stops the work meanwhile, where it gets to run.
+        # The handler is the C function alarm() itself. It takes the signal's number for seconds and
+        # kills the process after these, without any Python. Meanwhile Python's own watching stops
+        # the work, if it gets to run.
         libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
         libc.signal(_GONE, ctypes.cast(libc.alarm, ctypes.c_void_p))
     libc.prctl(_PDEATHSIG, _GONE if gives_back else signal.SIGKILL, 0, 0, 0)
     if os.getppid() != starter:
-        os._exit(0)  # it was gone before
+        # The starter ended before prctl(), so the kernel sends no signal.
+        os._exit(0)
 
 
 class _Starter:
-    """The line to whoever started this process, read by a thread that also sees to it that it is still there."""
+    """The connection to the process that started this one. A thread reads it, and watches whether the starter still
+    lives."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -71,9 +74,11 @@ class _Starter:
         self._asked, self._ended = 0, False
         self._answers: SimpleQueue[Message] = SimpleQueue()
         self.tasks: SimpleQueue[Message | None] = SimpleQueue()
-        """Those that came; None when there will be no more."""
+        """The tasks that came; None after the last one."""
 
     def put(self, value: Message, *blocks: Any) -> None:
+        # Messages of several threads must not be mixed: a line and its blocks are one write after
+        # another.
         with self._lock:
             write_line(self._out, value, *blocks)
 
@@ -81,13 +86,15 @@ class _Starter:
         self.put({"message": message})
 
     def ask(self, message: Message, *blocks: Any) -> Message:
-        """Wait for an answer; in one thread at a time. Raises :class:`Interrupted` when nobody can give one."""
+        """Ask the starter and wait for its answer; one thread at a time. Raises :class:`Interrupted` when no answer can
+        come."""
         self._asked += 1
         sizes = {"blocks": [len(block) for block in blocks]} if blocks else {}
         self.put({"ask": message, "number": self._asked, **sizes}, *blocks)
         while not self._ended:
             answer = self._answers.get()
-            if answer.get("number") == self._asked:  # not one that came after a signal had ended the waiting for it
+            # An answer to an earlier question may come after a signal had ended the wait for it.
+            if answer.get("number") == self._asked:
                 value: Message = answer["answer"]
                 if "error" in value:
                     raise from_json(value)
@@ -95,9 +102,10 @@ class _Starter:
         raise Interrupted("stopped")
 
     def watch(self) -> None:
-        """Wait for tasks and answers, and for the end of stdin or of the starter: one does not imply the other where
-        processes were forked."""
+        """Wait for tasks and answers, and for the end of stdin or of the starter."""
         try:
+            # Both are watched: where processes were forked, another one may hold the end of stdin
+            # open after the starter has ended.
             while not self._lines.ended and self._pid in (0, os.getppid()):
                 if ready(_WATCH, self._lines.fd):
                     self._lines.receive()
@@ -107,26 +115,33 @@ class _Starter:
                         continue
                     self._pid = value["starter"]
                     self.tasks.put(value)
-        except MemoryError:  # the main thread would wait for ever
+        # Without this thread the main thread would wait for a task or an answer for ever.
+        except MemoryError:
             os._exit(1)
         self._ended = True
         self._answers.put({})
-        self.tasks.put(None)  # first: the signal is ignored while an outcome is written
+        # First, because the signal is ignored while an outcome is written, and the main thread must
+        # find the end of the tasks afterwards.
+        self.tasks.put(None)
+        # Sent again and again: code of a library may catch the exception that the signal raises.
         while True:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(AGAIN + 0.1)
 
 
 def main(starter: int = 0, imports: str = "") -> None:
-    """Run the tasks that stdin names, then exit with 0 whatever came of them: the starter reads the outcome.
+    """Run the tasks that stdin names, then exit with 0 whatever their outcome: the starter reads that.
 
-    ``starter`` is its pid, where it is known before the first task, and ``imports`` a module to load meanwhile.
+    ``starter`` is the starter's pid if it is known before the first task. ``imports`` is a module to import meanwhile.
     """
     line = _Starter(starter)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
+    # Ctrl-C reaches all processes of a terminal. The starter decides about it, and ends stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         threading.Thread(target=line.watch, daemon=True).start()
     except RuntimeError as error:
+        # The limit of threads was met. The starter gets that as an error, rather than a worker that
+        # is silent.
         line.put(outcome_of(error))
         os._exit(0)
     if imports:
@@ -141,20 +156,25 @@ def main(starter: int = 0, imports: str = "") -> None:
                 break
             stay = task.get("stay", False)
             outcome = {"result": named(task["target"])(line, **task["arguments"])}
-        except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
+        # Any error: a bug must reach the starter as text, not as an exit without a word.
+        except Exception as error:  # noqa: BLE001
             outcome = outcome_of(error)
+        # Ignored while the outcome is written: half of a line would be no outcome at all.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             line.put(outcome)
         except BrokenPipeError:
-            os._exit(1)  # nobody listens any more
-    os._exit(0)  # no thread of a library may keep the process, or crash it on its way out
+            # The starter has ended, so nobody needs the outcome.
+            os._exit(1)
+    # Not by the usual way out: a thread of a library may keep the process, or crash it at its end.
+    os._exit(0)
 
 
 def outcome_of(error: BaseException) -> Message:
-    """What the starter gets of an error: in its JSON form one of ours, or two lines on a bug, the place of it among
-    them."""
+    """Return what the starter gets of an error: one of our errors in its JSON form, or two lines on a bug and its
+    place."""
     if isinstance(error, MemoryError):
+        # The text of a MemoryError is empty, so the message says what to do.
         error = CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size")
     ours = known_error(error) or error
     if isinstance(ours, CacheToolError):
@@ -172,13 +192,15 @@ def outcome_of(error: BaseException) -> Message:
 
 
 class _Interrupt:
-    """Stops the work; not again for a while, since the clean-up must not be interrupted in its turn."""
+    """The handler of SIGTERM: stops the work, but not again within :data:`AGAIN` seconds."""
 
     def __init__(self) -> None:
         self._quiet = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        # The clean-up of the first Interrupted must not be interrupted in its turn: it gives leases
+        # and reservations back.
         if now >= self._quiet:
             self._quiet = now + AGAIN
             raise Interrupted("stopped")

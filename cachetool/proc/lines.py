@@ -1,7 +1,8 @@
-"""Values of JSON over pipes, a line each, with bytes behind a line that announces some; and errors as such values.
+"""JSON values over pipes, one a line, with blocks of bytes behind a line that announces them; and errors as such
+values.
 
-All processes of ours talk so. An error on its way from a feeder to the training process is text: what happened, and
-where.
+All processes of this package talk in this way. An error on its way from a feeder to the training process is text: what
+happened, and where.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ __all__ = [
 
 
 def ready(seconds: float | None, *fds: int) -> set[int]:
-    """Which of these have something to read, or have ended: waited for, but no longer than ``seconds``. Their numbers
-    may be any: select ends at 1,024."""
+    """Wait at most ``seconds`` and return the descriptors that have something to read, or have ended."""
+    # poll, because select cannot handle descriptors from 1,024 on.
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -41,23 +42,28 @@ def ready(seconds: float | None, *fds: int) -> set[int]:
 
 
 class Lines:
-    """Values out of a pipe, however their lines are cut on their way."""
+    """The values that come out of a pipe, however the pipe cuts their lines.
+
+    ``most`` is the maximum of bytes of a line, for a pipe whose other side a hostile file may command.
+    """
 
     def __init__(self, fd: int, *, most: int = sys.maxsize) -> None:
-        """``most``: bytes of a line, where a hostile file may command the other side."""
         self.fd, self.ended = fd, False
         self._most = most
         self._buffer = bytearray()
         self._searched = 0
 
     def receive(self) -> None:
-        """Read what is there, waiting for at least something."""
+        """Read what is there; wait until there is something."""
         data = os.read(self.fd, 2**16)
         self.ended = not data
         self._buffer += data
 
     def next(self) -> Any:
-        """The value of a line that has come whole; None when there is none. Raises ``ValueError`` for what is none."""
+        """Return the value of a complete line; None if there is none. Raises ``ValueError`` for a line that is no
+        JSON."""
+        # Searched from where the last search ended: a line of many MiB comes in pieces of 64 KiB,
+        # and searching it from its beginning each time would take the square of that.
         end = self._buffer.find(b"\n", self._searched)
         if end < 0:
             self._searched = len(self._buffer)
@@ -70,56 +76,64 @@ class Lines:
         return json.loads(line)
 
     def __iter__(self) -> Iterator[Any]:
-        """The values that have come whole."""
+        """Return an iterator over the values that have come completely."""
         return iter(self.next, None)
 
     def wait(self) -> Any:
-        """The next value, waited for; None at the end."""
+        """Wait for the next value and return it; None at the end of the pipe."""
         while (value := self.next()) is None and not self.ended:
             self.receive()
         return value
 
     def fill(self, view: memoryview, seconds: float | None = None) -> None:
-        """Fill ``view`` with the bytes that come next. Raises ``EOFError`` where they end before, and ``TimeoutError``
-        where none comes for so long."""
+        """Fill ``view`` with the bytes that come next.
+
+        Raises ``EOFError`` when they end before, and ``TimeoutError`` when none comes for ``seconds``.
+        """
         done = min(len(view), len(self._buffer))
         view[:done] = self._buffer[:done]
         del self._buffer[:done]
         while done < len(view):
             if not ready(seconds, self.fd):
                 raise TimeoutError
+            # Read straight into the block: it may have hundreds of MiB, which need not be copied
+            # once more.
             if not (count := os.readv(self.fd, [view[done:]])):
                 raise EOFError
             done += count
 
 
 def write_line(fd: int, value: Any, *blocks: Any) -> None:
-    """Write a value as a line of JSON, and behind it ``blocks`` of bytes, all of them."""
+    """Write a value as a line of JSON, and behind it all bytes of ``blocks``."""
     for data in (json.dumps(value).encode() + b"\n", *blocks):
         left = memoryview(data)
+        # A pipe takes part of the bytes when a signal interrupts the write.
         while left:
             left = left[os.write(fd, left) :]
 
 
 def keep_standard_streams() -> None:
-    """Open the standard streams that are closed on ``/dev/null``, for this process and those it starts: whoever starts
-    daemons closes them.
-
-    Else the next descriptor takes the number, that of a shard or of a pipe, and what a library says there is in it.
-    SQLite does the same, but children of its process do not get what it opens: they call this too.
-    """
+    """Open standard streams that are closed on ``/dev/null``, for this process and its children."""
+    # Programs that start daemons close these streams. The next descriptor then takes the number,
+    # that of a shard or of a pipe, and a library that prints an error writes into it. SQLite does
+    # the same, but children do not inherit what SQLite opens, so they call this too.
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free, which is this one, as those below it are open.
+            # open() takes the lowest free number. Here it is this number, because those below are
+            # open by now.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def own_streams() -> tuple[Lines, int]:
-    """The standard input and output of this process, out of reach of libraries and of programs that these start: they
-    find nothing to read, and what they print goes to stderr."""
+    """Return the standard input and output of this process, for messages only.
+
+    Afterwards all other code of this process reads an empty stdin, and prints to stderr instead of stdout.
+    """
     keep_standard_streams()
+    # Libraries, and programs that these start, find nothing to read on stdin, and what they print
+    # goes to stderr. On stdout it would be taken for a message.
     lines, out = Lines(os.dup(0)), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -128,7 +142,7 @@ def own_streams() -> tuple[Lines, int]:
 
 
 _MOST = 500
-"""Characters of a message; the traceback has all of it."""
+"""Maximum of characters of a message; the traceback has all of it."""
 
 
 class FeederTraceback(Exception):
@@ -139,18 +153,18 @@ class FeederTraceback(Exception):
 
 
 class TransformError(Exception):
-    """What the user's ``transform`` raised, as its ``__cause__``; its text says for which sample."""
+    """The error that the user's ``transform`` raised, as its ``__cause__``; the text says for which sample."""
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """The error as plain values, with a traceback where that helps: not for a wrong argument, which the message says;
-    of what a transform raised, the user's own part."""
+    """Return the error as plain values, with a traceback where one helps."""
     if isinstance(error, TransformError):
         cause = error.__cause__ or error
-        # The first of its places is our call.
+        # The first entry is our own call, which tells the user nothing.
         where = traceback.format_exception(type(cause), cause, cause.__traceback__ and cause.__traceback__.tb_next)
         message = f"transform= raised {_said(cause)}{error}"
         return {"error": UsageError.__name__, "message": message, "traceback": "".join(where)}
+    # A wrong argument needs no traceback: the message says it.
     if isinstance(error, UsageError) and error.__cause__ is None:
         return to_json(error)
     where = traceback.format_exception(error)
@@ -160,10 +174,11 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def _said(error: BaseException) -> str:
-    """Its class and the beginning of what it says, in one line: it may be of any class and say anything."""
+    """Return the class of an error and the beginning of its text, in one line."""
     try:
         words = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  # a class of the user's may do anything
+    # str() runs code of the user's error class, which may raise any error. The class name must still be reported.
+    except Exception:  # noqa: BLE001
         words = ""
     name = type(error).__name__
     if len(words) > _MOST:
@@ -172,7 +187,7 @@ def _said(error: BaseException) -> str:
 
 
 def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
-    """The error that :func:`described` gave, its traceback as the cause."""
+    """Return the error that :func:`described` turned into values, with its traceback as the cause."""
     error = from_json(dict(value))
     if "traceback" in value:
         error.__cause__ = FeederTraceback(str(value["traceback"]))
@@ -180,12 +195,12 @@ def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
 
 
 def closed() -> CacheToolError:
-    """The error where a signal's handler, or another thread, closed the loader meanwhile."""
-    return CacheToolError("the loader was closed while a batch was waited for")
+    """Return the error for a loader that a signal handler or another thread closed meanwhile."""
+    return CacheToolError("the loader was closed while the program waited for a batch")
 
 
 def shared() -> UsageError:
-    """The error where another batch comes than the one that is due."""
+    """Return the error for a batch that is not the one that is due."""
     return UsageError(
-        "an iterator of a loader belongs to one thread at a time: lock next(), or give each thread a loader of its own"
+        "only one thread at a time can use an iterator of a loader: lock next(), or give each thread its own loader"
     )

@@ -1,12 +1,12 @@
 """Tasks in plain child processes on this machine.
 
-Not ``multiprocessing``: a child here never imports the user's script, needs no main guard, is started the same way from
-scripts, notebooks and ``python -``, and inherits nothing, so that a store's client, which hangs in a forked child, is
-only ever used in a process of its own. Children end when their stdin does, and when this process is gone, however it
-went: a program that forks hands the other end of that stdin to processes that may outlive it.
+``multiprocessing`` is not used. A child here never imports the user's script, needs no main guard, and starts in the
+same way from scripts, notebooks and ``python -``. It inherits nothing, so a store's client, which hangs in a forked
+child, is only used in a process of its own.
 
-For that the kernel sends a signal (:func:`cachetool.proc.child.end_with`), which comes when the *thread* that started
-the process ends. So all are started by the main thread or by one that stays.
+Children end when their stdin ends, and when this process ends in any way: a program that forks gives the other end of
+that stdin to processes that may outlive it. The kernel sends a signal for that (:func:`cachetool.proc.child.end_with`),
+when the *thread* that started the child ends. So children are started by the main thread or by a thread that stays.
 """
 
 from __future__ import annotations
@@ -29,23 +29,28 @@ from cachetool.proc.task import Message, Task
 __all__ = ["Child", "LocalEngine", "begin", "begun_early", "boot", "how_ended", "started", "stop"]
 
 _ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",  # NumPy's threads would wait for work by spinning
-    # Bodies of many MiB come and go: glibc is to keep memory for the next, instead of having each page cleared anew.
+    # Threads of NumPy's library would wait for work by spinning, on processors that other workers
+    # need.
+    "OPENBLAS_NUM_THREADS": "1",
+    # Bodies of many MiB come and go. With these values glibc keeps memory for the next one;
+    # otherwise the kernel clears each page anew.
     "MALLOC_ARENA_MAX": "2",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # in pages of 2 MiB, where the system has them: half of the page faults
+    # Memory in pages of 2 MiB, where the system has them: half of the page faults.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 GRACE = 5.0
 """Seconds that a stopped child has to give back what it holds."""
 
 
 def boot(*calls: str, named: bool = True) -> str:
-    """The program of a process that imports from where this one does and makes these ``calls``: ``module:function()``.
+    """Return the program of a process that imports from the same places as this one and makes ``calls``.
 
-    A ``Path`` in ``sys.path``, which Python passes over, is left out. ``named``: it knows the first words of the
-    command line, by which the cache calls who uses it; a process that reads files of others is told nothing.
+    A call is ``module:function()``. With ``named`` the process knows the first words of the command line, by which the
+    cache names its users. A process that reads foreign files is told nothing.
     """
+    # Python itself skips a Path in sys.path, and its repr in the program would be an error.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     words = sys.argv[:2] if named else ["-c"]
     program = f"import sys; sys.path[:] = {path!r}; sys.argv[:] = {words!r}"
@@ -63,12 +68,20 @@ def begin(
     quiet: bool = False,
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that runs :func:`boot`'s program, with pipes to and from it and apart from the terminal, whose
-    Ctrl-C reaches this process alone. It ends with this one, however that goes.
+    """Start a process that runs :func:`boot`'s program, with pipes to and from it. It ends with this process, in any
+    way.
 
-    ``gives_back``: it may hold what it should give back first, and has a few seconds for that; else it is killed at
-    once. None: it sees to its end itself. ``flags`` are Python's. ``quiet``: what libraries print there is shown only
-    with CACHETOOL_DEBUG. ``options`` are of ``Popen``. Raises what :func:`started` does.
+    Args:
+        call: ``module:function()``.
+        gives_back: True if the process may hold something that it should give back first; it then has a few
+            seconds. False if it is killed at once. None if it takes care of its end itself.
+        named: See :func:`boot`.
+        flags: Options of Python.
+        quiet: Show what libraries print there only with CACHETOOL_DEBUG.
+        options: Arguments of ``Popen``.
+
+    Raises:
+        CacheToolError: A limit was met; see :func:`started`.
     """
     ends = [] if gives_back is None else [f"cachetool.proc.child:end_with({os.getpid()}, gives_back={gives_back})"]
     command = [sys.executable, *flags, "-c", boot(*ends, call, named=named)]
@@ -78,21 +91,26 @@ def begin(
     def start() -> subprocess.Popen[bytes]:
         return started(command, **options)
 
+    # The kernel's signal comes when the thread that started the child ends, so a thread that may
+    # end earlier than the process leaves the start to one that stays.
     return start() if not ends or threading.get_native_id() == os.getpid() else _lasting(start)
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A process with pipes to and from it, which a terminal's Ctrl-C does not reach; ``options`` are of ``Popen``.
+    """Return a process with pipes to and from it, which a terminal's Ctrl-C does not reach; ``options`` are
+    ``Popen``'s.
 
-    Raises the error of the limit that was met, or :class:`UsageError` where the system starts none.
+    Raises the error of the limit that was met, or :class:`UsageError` if the system starts no process.
     """
     options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     try:
         try:
             return subprocess.Popen(command, start_new_session=True, **options)
-        except PermissionError:  # some sandboxes forbid setsid(); a process group of its own does as well
+        # Some sandboxes forbid setsid(). A process group of its own keeps Ctrl-C away as well.
+        except PermissionError:
             return subprocess.Popen(command, process_group=0, **options)
     except OSError as error:
+        # Imported here, because only a failure needs it.
         from cachetool.proc.disk import limit_error
 
         raise limit_error(error) or UsageError(
@@ -103,12 +121,14 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 _Start = Callable[[], "subprocess.Popen[bytes]"]
 _Done = SimpleQueue["subprocess.Popen[bytes] | BaseException"]
 _threads: dict[int, SimpleQueue[tuple[_Start, _Done]]] = {}
-"""What the thread that stays is to start, by process: one that was forked has none yet."""
+"""The queue of the thread that stays, by pid. A forked process has no such thread yet."""
 
 
 def _lasting(start: _Start) -> subprocess.Popen[bytes]:
     """Start a process in a thread that ends with this process and not before."""
     queue: SimpleQueue[tuple[_Start, _Done]] = SimpleQueue()
+    # By pid, because threads do not survive a fork. setdefault decides between two threads that
+    # come at once.
     asked = _threads.setdefault(os.getpid(), queue)
     if asked is queue:
         threading.Thread(target=_serve, args=(queue,), name="cachetool starts", daemon=True).start()
@@ -125,21 +145,22 @@ def _serve(asked: SimpleQueue[tuple[_Start, _Done]]) -> None:
         start, done = asked.get()
         try:
             done.put(start())
-        except BaseException as error:  # noqa: BLE001 - whoever asked for it gets it
+        # The thread that asked for the process gets the error.
+        except BaseException as error:  # noqa: BLE001
             done.put(error)
+        # The names would keep the last process object alive until the next start.
         del start, done
 
 
 def how_ended(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """Return how a process ended, by its exit code."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 class LocalEngine:
-    """Runs tasks side by side, one process each.
+    """A runner of tasks side by side, one process each.
 
-    As a context manager it keeps processes for the tasks that come later, until its end. ``options`` are those of
-    :class:`Child`.
+    As a context manager it keeps processes for later tasks, until its end. ``options`` are those of :class:`Child`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -156,7 +177,7 @@ class LocalEngine:
         self.dismiss()
 
     def expect(self, tasks: int, imports: str) -> None:
-        """Start processes for so many tasks that will come, which load the module ``imports`` meanwhile."""
+        """Start processes for ``tasks`` tasks that will come. Meanwhile they import the module ``imports``."""
         while len(self._idle) < tasks:
             self._idle.append(_early.pop() if _early else Child(imports=imports, **self._options))
 
@@ -168,17 +189,17 @@ class LocalEngine:
     def run(
         self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None, *, last: bool = False
     ) -> list[Message]:
-        """The results of all tasks, in their order.
+        """Run the tasks and return their results, in their order.
 
-        ``on_message(number, message)`` is called here for every message of task ``number``. The first error of a task
-        stops the others and is raised; Ctrl-C stops all. No child is left behind in any case, but for those that wait
-        for more tasks to come: with ``last`` none do.
+        ``on_message(number, message)`` is called for every message of task ``number``. The first error of a task stops
+        the others and is raised; Ctrl-C stops all. No child is left behind, except those that wait for more tasks; with
+        ``last`` none waits.
         """
         children: list[Child] = []
         stay = self._keeps and not last
         try:
             for task in tasks:
-                # The first that was begun has loaded most.
+                # The process that was started first has imported most by now.
                 children.append(self._idle.pop(0) if self._idle else Child(**self._options))
                 children[-1].begin(task, stay=stay)
             if last:
@@ -193,6 +214,7 @@ class LocalEngine:
                             on_message(running[fd], message)
                     if not more or (stay and child.result is not None):
                         del running[fd]
+                    # After its messages: an error must not hide what the task reported before it.
                     child.check(ended=not more)
             results = [child.result or {} for child in children]
             if stay:
@@ -208,9 +230,12 @@ _early: list[Child] = []
 
 @contextlib.contextmanager
 def begun_early(imports: str) -> Iterator[None]:
-    """Start a process that loads the module ``imports`` while this program itself still loads what knows the task; the
-    first :meth:`LocalEngine.expect` takes it, and it ends if none does."""
-    with contextlib.suppress(OSError, CacheToolError):  # too many processes or files: whoever needs one says so
+    """Start a process that imports the module ``imports`` while this program still loads the code that knows the task.
+
+    The first :meth:`LocalEngine.expect` takes it. If there is none, the process ends with the ``with`` block.
+    """
+    # The limit of processes or files was met. The code that needs a process will report it.
+    with contextlib.suppress(OSError, CacheToolError):
         _early.append(Child(imports=imports))
     try:
         yield
@@ -220,7 +245,10 @@ def begun_early(imports: str) -> Iterator[None]:
 
 
 class Child:
-    """A process of its own, which begins ``task`` at once, or loads a module while it waits for one."""
+    """A child process, which begins ``task`` at once, or imports a module while it waits for a task.
+
+    ``most`` is the maximum of bytes of a line that it may send. ``options`` are those of :func:`begin`.
+    """
 
     def __init__(
         self,
@@ -232,8 +260,8 @@ class Child:
         most: int = sys.maxsize,
         **options: Any,
     ) -> None:
-        """``most``: bytes of a line that it may send. ``options`` are those of :func:`begin`."""
         call = f"cachetool.proc.child:main({os.getpid()}, {imports!r})"
+        # The user's environment comes last, so its settings win.
         env = {**_ENVIRONMENT, **os.environ} if env is None else env
         self.process = begin(call, gives_back=gives_back, env=env, **options)
         assert self.process.stdin is not None
@@ -249,25 +277,26 @@ class Child:
             self.begin(task)
 
     def begin(self, task: Task, *, stay: bool = False) -> None:
-        """Hand it a task; with ``stay`` it waits for another one afterwards."""
+        """Hand it a task. With ``stay`` it waits for another one afterwards."""
         self.result = None
         told = {"target": task.target, "arguments": dict(task.arguments), "starter": os.getpid(), "stay": stay}
         self._tell(told)
 
     def answer(self, message: Message) -> None:
-        """Answer the oldest question; an error in its JSON form is raised there."""
+        """Answer the oldest question. An error in its JSON form is raised in the child."""
         self._tell({"answer": message, "number": self.asked.pop(0)["number"]})
 
     def _tell(self, value: Message) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # its end is noticed otherwise, or it was told to stop
+        # The child has ended, which is noticed by other means, or it was told to stop.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             write_line(self.stdin.fileno(), value)
 
     def says(self, seconds: float | None) -> bool:
-        """Return True when something comes from it within so long."""
+        """Return True when something comes from it within ``seconds``."""
         return bool(ready(seconds, self.lines.fd))
 
     def receive(self) -> tuple[bool, list[Message]]:
-        """Whether the child may still say something, and the messages that came now."""
+        """Read what the child sent. Return False after its end, and the messages that came."""
         self.lines.receive()
         messages: list[Message] = []
         for value in self.lines:
@@ -275,6 +304,7 @@ class Child:
                 messages.append(value["message"])
             elif "ask" in value:
                 self.asked.append(value)
+                # The bytes behind this line are blocks, not lines; the caller reads them first.
                 if "blocks" in value:
                     break
             elif "result" in value:
@@ -284,24 +314,26 @@ class Child:
         return not self.lines.ended, messages
 
     def check(self, *, ended: bool) -> None:
-        """Raise what the child reported, or that it died without a word."""
+        """Raise the error that the child reported, or one that says that it died without a word."""
         if self.error is not None:
             raise self.error
         if ended and self.result is None:
             code = self.process.wait()
             how = how_ended(code)
             if code == -signal.SIGKILL:
-                how += ", perhaps for lack of memory (the machine's, or a container's)"
-            raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; what it had committed is kept")
+                how += ", perhaps because the machine or the container ran out of memory"
+            raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; the samples that it committed are kept")
 
 
 def stop(children: Sequence[Child]) -> None:
-    """End children that still run: they give back what they hold, and are killed when that takes too long."""
+    """End children that still run. They give back what they hold, and are killed if that takes too long."""
     for child in children:
-        with contextlib.suppress(OSError):  # the child is gone: there is nothing left to tell it
+        # The child has ended, so there is nothing left to tell it.
+        with contextlib.suppress(OSError):
             child.stdin.close()
-        # Its stdin may have another end in a process that was forked here.
+        # A process that was forked here may hold another end of its stdin, which then does not end.
         child.process.terminate()
+    # One deadline for all of them: several children give back at the same time.
     deadline = time.monotonic() + GRACE
     for child in children:
         try:

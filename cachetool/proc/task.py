@@ -1,7 +1,7 @@
-"""What an engine runs: a named function with plain arguments that talks in plain messages.
+"""Tasks of an engine: named functions with plain arguments that talk in plain messages.
 
-A task never carries code, pickles or sample bytes: its target is a function of this package by name, its arguments, its
-messages and its result are JSON values.
+A task never carries code, pickles or the bytes of samples. Its target is a function of this package by name; its
+arguments, messages and result are JSON values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Message = dict[str, Any]
 
 
 def named(target: str) -> Callable[..., Any]:
-    """The function or class ``module:name`` of this package, which is imported now."""
+    """Import and return the function or class ``module:name`` of this package."""
     module, _, name = target.partition(":")
+    # The name comes out of a pipe. A name outside of this package could be any function of Python.
     if not module.startswith("cachetool."):
         raise CacheToolError(f"not a part of cachetool: {target}")
     called: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -32,13 +33,15 @@ class Task:
     """One call of ``target(channel, **arguments)`` in a process of its own."""
 
     target: str
-    """``module:function`` inside cachetool."""
+    """Name of the function, ``module:function`` inside cachetool."""
+    # They travel through a pipe: other users can read a command line, and arguments may hold
+    # credentials.
     arguments: Mapping[str, Any]
-    """JSON values. They travel through a pipe, never on a command line."""
+    """JSON values."""
 
 
 class Channel(Protocol):
-    """A running task's line to whoever started it."""
+    """The connection of a running task to the process that started it."""
 
     def send(self, message: Message) -> None:
         """Report progress; any JSON values."""
@@ -46,22 +49,24 @@ class Channel(Protocol):
 
 
 class Asking(Channel, Protocol):
-    """The line of a task whose starter answers questions, as :class:`cachetool.cluster.engine.RayEngine` does."""
+    """The connection of a task whose starter answers questions, as :class:`cachetool.cluster.engine.RayEngine` does."""
 
     def ask(self, message: Message, *blocks: Any) -> Message:
-        """Wait for the answer to ``message``, which has ``blocks`` of bytes with it; raises the error that it may
-        be."""
+        """Send ``message`` with ``blocks`` of bytes, and wait for the answer. Raises the answer if it is an error."""
         ...
 
 
 class Engine(Protocol):
-    """Runs tasks somewhere else than in processes here."""
+    """A runner of tasks somewhere else than in processes of this machine."""
 
     def pieces(self, workers: int) -> int:
-        """Into how many tasks work is best cut for so many ``workers``."""
+        """Return into how many tasks work for so many ``workers`` is best divided."""
         ...
 
     def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None) -> list[Message]:
-        """The results of all tasks, in their order; ``on_message(number, message)`` hears task ``number``. The first
-        error of a task stops the others and is raised; Ctrl-C stops all."""
+        """Run the tasks and return their results, in their order.
+
+        ``on_message(number, message)`` is called for each message of task ``number``. The first error of a task stops
+        the others and is raised; Ctrl-C stops all.
+        """
         ...

@@ -1,1 +1,1 @@
-"""Draws samples of a source into a cache."""
+"""The pull: drawing samples of a source into a cache."""

@@ -1,4 +1,4 @@
-"""The parameters of one pull, fixed before its workers start, and its result: the same wherever its shards go."""
+"""Parameters and result of one pull. The parameters are fixed before the workers start."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ __all__ = [
 ]
 
 TOLERATED = 0.01
-"""Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
+"""Share of draws that ``--on-error skip`` may leave out, if that is more than :data:`TOLERATED_FEW` draws."""
+# With 1 % alone, one bad object in fifty would stop a pull that was told to skip bad objects.
 TOLERATED_FEW = 10
+"""Draws that ``--on-error skip`` may always leave out."""
 AT_ITS_END = "source at its end"
+"""The reason of a pull that drew the whole source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,18 @@ class ListingChange:
     """The difference between a refreshed listing and the one before it."""
 
     added: int
-    """Units that are new, or have another content."""
+    """Units that are new, or have other content."""
     vanished: int
-    """Units that are gone, or have another content."""
+    """Units that are gone, or have other content."""
     names: tuple[str, ...]
     """Keys of the first samples that vanished."""
     segments: tuple[tuple[str, int, str], ...]
-    """Name of each new segment, and the units and the digest of the listing with it; empty where nothing changed."""
+    """Name of each new segment, with the units and the digest of the listing that includes it; empty if nothing
+    changed."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The change that ``asdict`` described."""
+        """Return the change that ``asdict`` described."""
         return cls(**{**value, "names": tuple(value["names"]), "segments": tuple(map(tuple, value["segments"]))})
 
 
@@ -56,19 +60,19 @@ class Prepared:
     """The facts about a source that the listing and the first samples gave."""
 
     url: str
-    """Redacted."""
+    """The URL without user info and query."""
     identity: str
     units: int
     samples: int
     schema: Schema
     mean_bytes: int
-    """Mean bytes of values of a sample."""
+    """Mean bytes of the values of a sample."""
     per_unit: int
-    """Samples of a unit."""
+    """Samples in a unit."""
     left_out: tuple[tuple[str, str], ...]
     """Keys that belong to no sample, with the reason."""
     left_out_counts: Mapping[str, int]
-    """How many keys belong to no sample, by reason."""
+    """Number of keys that belong to no sample, by reason."""
     complete: bool
     """True when the listing is complete, so that no more segments follow."""
     change: ListingChange | None
@@ -76,17 +80,17 @@ class Prepared:
     segments: tuple[int, ...]
     """Numbers of units at which the listing has grown."""
     parts: tuple[tuple[int, int, int], ...]
-    """The parts that the cache is to draw: number, draws in a pass, and how many of these are asked for."""
+    """The parts that the cache is to draw: number, draws in a pass, and the draws that are asked for."""
 
     def to_json(self) -> Message:
-        """Plain values."""
+        """Return plain values for JSON."""
         change = None if self.change is None else asdict(self.change)
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**plain, "schema": self.schema.to_json(), "change": change}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The value that :meth:`to_json` described."""
+        """Return the value that :meth:`to_json` described."""
         change = value["change"]
         return cls(
             **{
@@ -106,31 +110,32 @@ class PrepareArguments:
 
     url: str
     listing: str
-    """The folder of the listing, which is written unless it exists."""
+    """The folder of the listing. The listing is written unless it exists."""
     options: Message
-    """The source options: how samples are made of objects."""
+    """The source options, which say how samples are made of objects."""
     order: Message
     """Arguments of :meth:`Source.order`."""
     units: int | None
-    """Units that the cache knows of."""
+    """Number of units that the cache knows; None for a new source."""
     skip_bad: bool
     skip_keys: bool
-    """Keys that no request can name are left out by name."""
+    """True to leave out, by name, keys that no request can name."""
     refresh: str | None
-    """The folder for a new listing and its differences."""
+    """The folder for a new listing and its differences; None without ``--refresh``."""
     early: int | None
-    """Objects of the first segment, where that is enough."""
+    """Objects in the first segment with ``--start-early``; None to list all objects."""
     pace: Message | None
     """Arguments of :class:`RateLimit`."""
     looked: str | None
-    """The folder that keeps the bytes of the samples read for the schema."""
+    """The folder that keeps the bytes of the samples that are read for the schema."""
     cut: int
+    """Number of parts that the source is cut into."""
     parts: tuple[int, ...]
-    """The parts of the cut that the cache is to draw."""
+    """The parts that the cache is to draw."""
     samples: int | None
-    """So many first samples of the source, of which the parts have some; None for all."""
+    """Number of first samples of the source that are asked for, over all parts; None for all."""
     shared: str | None
-    """The folder of the listing that all nodes use."""
+    """The folder of the listing that all nodes use; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class WorkerArguments:
     """The folder of the cache."""
     url: str
     options: Message
-    """How samples are made of objects."""
+    """The source options, which say how samples are made of objects."""
     job: str
     source: str
     dataset: str
@@ -158,67 +163,74 @@ class WorkerArguments:
     pace: Message | None
     """Arguments of :class:`RateLimit`."""
     first_shard_in: float | None = None
-    """In how many seconds the first shard is closed with what it has by then."""
+    """Seconds until the first shard is closed with the samples that it has; None: when it is full."""
     looked: str | None = None
-    """Where that what was fetched before lies."""
+    """The folder with the bytes of the samples that were read for the schema; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullJob:
-    """What is settled before the first sample is drawn."""
+    """The parameters of one pull."""
 
     url: str
     options: PullOptions
     id: str
-    """Of the source."""
+    """The id of the source."""
     kind: Format
     shard_bytes: int
     per_shard: int
-    """Draws that make a shard."""
+    """Draws in a shard."""
     per_unit: int
-    """Samples that one draw brings."""
+    """Samples in a draw."""
     prepared: Prepared
-    """What the listing and the first samples told."""
+    """The facts from the listing and the first samples."""
     pace: Message | None
     began: float
     looked: str | None
-    """Where that what was looked at beforehand lies on this machine."""
+    """The folder with the bytes of the samples that were read for the schema; None if there is none."""
     is_new: bool
-    """Whether the dataset has no shard yet."""
+    """True if the dataset has no shard yet."""
     cut: int
-    """Into how many parts the source is cut."""
+    """Number of parts that the source is cut into."""
 
     @property
     def schema(self) -> Schema:
-        """Of the samples."""
+        """The schema of the samples."""
         return self.prepared.schema
 
     @property
     def wanted(self) -> int | None:
-        """Draws that were asked for beside those that are there; None for all, and for those of :attr:`upto`."""
+        """New draws that are asked for; None for all, and if :attr:`upto` counts."""
         return None if self.upto is not None else self._asked
 
     @property
     def upto(self) -> int | None:
-        """The first draws of the source that were asked for, of which the parts here have some; None for all, or for a
-        number beside those that are there."""
+        """First draws of the source that are asked for, of which the parts in this cache have some; None if
+        :attr:`wanted` counts."""
+        # With parts, N counts from the beginning of the source for all nodes together. Each node then knows its share
+        # without asking the others.
         return self._asked if self.cut > 1 or self.options.part is not None else None
 
     @property
     def _asked(self) -> int | None:
+        # Rounded up: a draw is the smallest amount that can be fetched, and no fewer samples than asked for may come.
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
 
     def limits(self, source: SourceRow) -> dict[int, int]:
-        """How many draws of each part are asked for, once the source is as ``source`` says."""
-        if self.upto is not None and source.units != self.prepared.units:  # it grew, and a unit is one draw then
+        """Return the number of draws that are asked for of each part of ``source``."""
+        # The source grew since the listing process looked. A source that grows has objects, and there a unit is one
+        # draw.
+        if self.upto is not None and source.units != self.prepared.units:
             return {
                 part.number: part_size(min(self.upto, source.units), part.number, self.cut) for part in source.parts
             }
         return {part: limit for part, _, limit in self.prepared.parts}
 
     def task(self, root: str, job: str, **changes: Any) -> Task:
-        """A sampler for a job of the cache in the folder ``root``; ``changes`` are fields of
-        :class:`WorkerArguments`."""
+        """Return the task of a worker, for a job of the cache in the folder ``root``.
+
+        ``changes`` are fields of :class:`WorkerArguments`.
+        """
         options = self.options
         after = options.first_shard_seconds if self.is_new else None
         arguments = WorkerArguments(
@@ -238,6 +250,8 @@ class PullJob:
             reopened=options.reopened,
             skip_bad=options.on_error == "skip",
             pace=self.pace,
+            # The seconds since the pull began are subtracted: the user waits for the first samples from the start of
+            # the command.
             first_shard_in=None if after is None else max(0.0, after - (time.monotonic() - self.began)),
             looked=self.looked,
         )
@@ -246,73 +260,79 @@ class PullJob:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What a pull came to."""
+    """The result of a pull."""
 
     source: str
-    """URL without user info and query."""
+    """The source, without user info and query."""
     dataset: str
+    """Name of the dataset."""
     format: str
+    """Format of the shards."""
     seed: int
+    """The seed that decided the order of the draw."""
     samples: int
-    """Committed by this pull."""
+    """Number of samples that this pull committed."""
     skipped: int
-    """Draws that could not be used."""
+    """Number of draws that could not be used."""
     skipped_examples: tuple[dict[str, str], ...]
-    """The first 20: key and reason."""
+    """The first 20 of them: key and reason."""
     bytes: int
-    """Of values committed."""
+    """Bytes of the values of the committed samples."""
     fetched: int
-    """Over the wire."""
+    """Bytes that came over the network."""
     shards: int
+    """Number of shards that this pull committed."""
     evicted_shards: int
-    """Shards that went to make room for this pull, not for others beside it."""
+    """Number of shards that were evicted for this pull; evictions for other pulls do not count."""
     seconds: float
+    """Duration of the pull in seconds."""
     pass_complete: bool
-    """Whether every sample of the source was drawn in this pass."""
+    """True if every sample of the source was drawn in this pass."""
     reason: str
-    """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
+    """Why the pull stopped: ``done``, ``source at its end`` or ``cache full``."""
     warning: str = ""
-    """That more draws of the pass could not be used than may be left out, where an earlier pull met some of them."""
+    """A warning that more draws of the pass could not be used than may be skipped, where an earlier pull met some of
+    them; otherwise empty."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """What of the source is in no sample although nobody said so: name of an object, array or value, and why; the first
-    100."""
+    """Objects, arrays and values of the source that are in no sample although no option left them out: name and reason;
+    the first 100."""
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
-    """How many objects of the source are in no sample, by reason: all of them, hidden ones and those that ``--include``
-    and ``--exclude`` do not choose too."""
+    """Number of objects of the source that are in no sample, by reason; objects that ``--include`` and ``--exclude``
+    leave out, and hidden ones, count too."""
     notes: tuple[str, ...] = ()
-    """Decisions about how the source is read, each with the option that decides otherwise."""
+    """Decisions about how the source is read, each with the option that changes the decision."""
     of_objects: bool = True
-    """Whether the source is a folder of objects, which ``refresh`` lists again; False for files of many samples."""
+    """True if the source is a folder of objects, which ``refresh`` lists again; False for files of many samples."""
     added: int = 0
-    """Units that a refresh found beside those known."""
+    """Number of units that a refresh added."""
     vanished: int = 0
-    """Units that a refresh did not find any more, or with another content."""
+    """Number of units that a refresh did not find any more, or with another content."""
     vanished_examples: tuple[str, ...] = ()
     """Keys of the first 20 samples that vanished."""
     listing: str = ""
-    """Digest of the listing: the same on all nodes that share the source."""
+    """Digest of the listing, the same on all nodes that share the source."""
     cut: int = 1
-    """Into how many parts the source is cut."""
+    """Number of parts that the source is cut into."""
     parts: tuple[int, ...] = ()
     """The parts of the source that this cache draws."""
     released: int = 0
-    """Samples of other parts that went by ``--repart``."""
+    """Number of samples of other parts that ``--repart`` removed."""
     nodes: tuple[dict[str, Any], ...] = ()
-    """Of a pull over several nodes, a row for each: node, cache, samples, shards, bytes, fetched, evicted_shards, state
-    (empty, ``full`` or ``lost``)."""
+    """Rows of a pull over several nodes, one for each node: node, cache, samples, shards, bytes, fetched,
+    evicted_shards, state (empty, ``full`` or ``lost``)."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def too_many(unused: int, draw_count: int) -> bool:
-    """Whether so many of the draws are more than may be left out."""
+    """Return True if ``unused`` of ``draw_count`` draws are more than may be left out."""
     return unused > max(TOLERATED_FEW, TOLERATED * draw_count)
 
 
 def why_ended(samples: int, wanted: int | None, *, complete: bool, full: bool) -> str:
-    """:attr:`PullResult.reason`."""
+    """Return the value of :attr:`PullResult.reason`."""
     if wanted is not None and samples >= wanted:
         return "done"
     if complete:

@@ -1,11 +1,11 @@
-"""What the listing process of a pull does: list a source, or go on listing it, and look at its first samples.
+"""The listing process of a pull: it lists a source, or continues a listing, and looks at the first samples.
 
-These are the targets of tasks (:mod:`cachetool.proc`), as those of :mod:`cachetool.pull.worker`::
+These functions are the targets of tasks (:mod:`cachetool.proc`), as those of :mod:`cachetool.pull.worker` are::
 
     prepare   not listed yet      -> all of it, or with `early` its first segment
               listed, `refresh`   -> all of it again, and a segment of what changed
               first draws         -> schema, mean size
-    list_on   segment after segment into the cache, while samplers draw from those that are there
+    list_on   segment after segment into the cache, while workers draw from those that are there
 """
 
 from __future__ import annotations
@@ -39,32 +39,39 @@ from cachetool.sources.segments import Change, EarlyListing, SegmentedListing, l
 __all__ = ["PROBED", "list_on", "pace_of", "prepare"]
 
 PROBED = 64
-"""The schema is fixed from this many first draws."""
+"""Number of first draws that fix the schema."""
 _AT_ONCE = 2**20
-"""Draws that are looked through at once for some that have not vanished."""
+"""Most draws that are searched at once for draws that have not vanished."""
 
 
 def prepare(channel: Channel, **arguments: Any) -> Message:
-    """List a source into a folder unless it is there, and find the schema of its first draws. ``arguments`` are the
-    fields of :class:`PrepareArguments`; gives :class:`Prepared` as plain values."""
+    """List a source into a folder unless the listing exists, and find the schema of its first draws.
+
+    ``arguments`` are the fields of :class:`PrepareArguments`. Return :class:`Prepared` as plain values.
+    """
     task = PrepareArguments(**arguments)
     options = SourceOptions.from_json(task.options)
     folder = Path(task.listing)
+    # Looked at before _list(), which writes the listing.
     was_listed = (folder / "listing.json").exists()
     complete, change, gone = _list(channel, task, options)
     segments = [] if change is None else [Path(task.refresh or "", name) for name, *_ in change.segments]
+    # The numbers of labels must cover the folders of the new segments, too.
     if task.refresh is not None:
         options = numbered(options, [folder, *segments])
     elif not was_listed or not options.classes:
         options = numbered(options, [folder])
+    # The bytes of the probed samples are kept, so that the workers do not fetch them a second time.
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).kept_of
     source = open_source(task.url, folder, options, units=task.units, pace=pace_of(task.pace), through=through)
     probing, order = source, task.order
+    # A new source has no segments in the catalog yet; they come from the listing just made.
     if task.units is None:
         order = {**order, "segments": source.segments}
     try:
         probed = _first(source, order, gone)
-        if segments and not len(probed):  # all is gone: what came last tells
+        # All units of before are gone, so the newest segment says what samples look like now.
+        if segments and not len(probed):
             probing = open_source(task.url, segments[-1], options, pace=pace_of(task.pace))
             probed = probing.order(**{**order, "segments": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
@@ -72,6 +79,8 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
             probe = probing.probe(probed, skip_bad=task.skip_bad)
         fresh = Path(task.refresh or "", "fresh")
         upto = None if task.samples is None else -(-task.samples // probe.per_unit)
+        # Pass 0 without segments: which draws are the first N must mean the same on all nodes, whatever pass each of
+        # them is in.
         first = {**order, "pass_number": 0, "segments": ()}
         orders = [(part, source.order(**first, part=part, cut=task.cut)) for part in task.parts]
         left_out = Listing.open(fresh).left_out if change is not None and fresh.exists() else None
@@ -98,11 +107,13 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
 def list_on(
     channel: Channel, *, root: str, url: str, source: str, options: Message, early: int, skip_keys: bool
 ) -> Message:
-    """Go on with a listing that is not whole until it is; each segment can be drawn from at once."""
+    """Continue an incomplete listing to its end. Workers can draw from each segment at once."""
     parsed = SourceOptions.from_json(options)
     with CacheDir(Path(root)) as cache, listing_scratch() as scratch:
         row = cache.source(source)
         assert row is not None
+        # Only as many units as the catalog knows. A segment whose transaction did not end may lie in the folder, but is
+        # no part of the listing.
         parts = SegmentedListing.open(cache.listing(source), units=row.units).parts
         after, kept = last_key(parts[-1].folder), parts[0].kept
         count = len(parts)
@@ -114,6 +125,8 @@ def list_on(
                 grown = [*parts, Listing.open(folder)]
                 identity = SegmentedListing(grown).identity
                 units = sum(part.units for part in grown)
+                # One transaction renames the segment into place and raises the units, so workers never see units
+                # without keys.
                 row = grow_source(
                     cache, row, folder, segment_name(count), units=units, identity=identity, complete=more.ended
                 )
@@ -122,15 +135,18 @@ def list_on(
 
 
 def pace_of(value: Message | None) -> RateLimit | None:
-    """The limit that a task names, if it names one."""
+    """Return the limit on bytes a second that a task names; None if it names none."""
     return None if value is None else RateLimit(Path(value["path"]), value["rate"])
 
 
 def _list(
     channel: Channel, task: PrepareArguments, options: SourceOptions
 ) -> tuple[bool, ListingChange | None, list[int]]:
-    """List the source where it was not, or is to be listed again. Gives whether the listing is complete, what a refresh
-    found, and the numbers of the units that it did not find any more."""
+    """List the source if it has no listing, or is to be listed again.
+
+    Return True if the listing is complete, the changes that a refresh found, and the units that it did not find any
+    more.
+    """
     folder = Path(task.listing)
 
     def progress(count: int) -> None:
@@ -138,7 +154,8 @@ def _list(
 
     shared = None if task.shared is None else Path(task.shared)
     if not (folder / "listing.json").exists():
-        if task.early is not None and braces_of(task.url) is None:  # whose names are known without a listing
+        # Names in braces are known without a listing, so there is nothing to wait for.
+        if task.early is not None and braces_of(task.url) is None:
             with EarlyListing(task.url, options, size=task.early, skip_bad=task.skip_keys) as listed:
                 refuse_empty(listed.write(folder, progress=progress))
                 return listed.ended, None, []
@@ -148,10 +165,14 @@ def _list(
 
         if shared is None:
             list_all()
+        # First without the lock: for all nodes but the first the listing is there already.
         elif not fetch(shared, folder):
             with Turn(shared, lambda: progress(0)):
+                # Again under the lock: another node may have published its listing while this one waited.
                 if not fetch(shared, folder):
                     list_all()
+                    # On a file system without locks another node was faster. Its numbers count, so this node drops its
+                    # own listing and copies that one.
                     if not publish(folder, shared):
                         remove_path(folder)
                         fetch(shared, folder)
@@ -159,11 +180,12 @@ def _list(
     is_of_files = (folder / TABLE_FILE).exists()
     old = SegmentedListing.open(folder, units=None if is_of_files else task.units)
     if shared is not None:
+        # Before a refresh, so that a new segment begins at the same number on all nodes.
         agree(old.parts, shared)
     if task.refresh is None:
         return True, None, []
     if is_of_files:
-        raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
+        raise UsageError("--refresh works only for folders of objects; pull changed files into another --dataset")
     options, scratch, number = replace(options, stem=old.stem), Path(task.refresh), len(old.parts)
 
     def list_again() -> Change:
@@ -176,22 +198,27 @@ def _list(
         changes = list_again()
         return True, *_change(old, [scratch / segment_name(number)] if changes.any else [], changes.names)
     segments, names = fetch_newer(shared, scratch, number), tuple[str, ...]()
+    # No other node has published newer segments, so this node lists, under the lock.
     if not segments:
         with Turn(shared, lambda: progress(0)) as turn:
             segments = fetch_newer(shared, scratch, number)
+            # If another node looked while this one waited and found nothing new, its answer counts here, too: a
+            # thousand nodes then list once.
             if not (segments or turn.others_looked):
                 changes = list_again()
                 names, segments = changes.names, [scratch / segment_name(number)] if changes.any else []
                 if segments and not publish(segments[0], shared / segments[0].name):
                     remove_path(segments[0])
                     segments = fetch_newer(shared, scratch, number)
+                # Also without changes: those who wait learn that there is nothing new, and do not list again.
                 turn.looked()
     return True, *_change(old, segments, names)
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:
-    """The units of the first draws, without those that have vanished: none when all have."""
+    """Return the units of the first draws that have not vanished; none if all have."""
     vanished = np.concatenate([source.vanished, np.array(gone, dtype=np.int64)])
+    # Few units vanish as a rule, so the first step is small; it doubles for sources of which most have vanished.
     draws, start, count = source.order(**order), 0, 16 * PROBED
     while True:
         units = draws[np.arange(start, min(source.units, start + count))]
@@ -203,7 +230,7 @@ def _first(source: Source, order: Message, gone: list[int]) -> Any:
 
 
 def _change(old: SegmentedListing, folders: list[Path], names: tuple[str, ...]) -> tuple[ListingChange, list[int]]:
-    """The difference that the segments in ``folders`` make, and the units that have vanished."""
+    """Return the difference that the segments in ``folders`` make, and the units that have vanished."""
     vanished: list[int] = []
     steps, after = [], old
     for folder in folders:

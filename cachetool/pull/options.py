@@ -1,4 +1,4 @@
-"""What a pull is asked for: one frozen value that checks itself before anything is touched."""
+"""Options of a pull: one frozen value that checks itself before the cache or the source is touched."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PARTS", "DrawOptions", "PullCall", "PullOptions", "ShardSize"]
 
+# At most nine digits a number, and ASCII: int() would take digits of any script, and numbers of any length.
 _PART = re.compile(r"(\d{1,9}(?:,\d{1,9})*)/(\d{1,9})", flags=re.ASCII)
 _MOST_CUT = 10**6
+# The record of every shard lists all parts of its cache.
 MOST_PARTS = 128
-"""Parts of a source in one cache, at most: every shard's record lists them."""
+"""Most parts of a source in one cache."""
+# Variables of the node and not of the rank: all ranks of a node share one disk, and so one cache and one share.
 _LAUNCHERS = ("SLURM_NODEID", "SLURM_NNODES"), ("GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""The variables by which Slurm, and torchrun, say which node of how many this is: the index follows the disk, not the
-rank."""
+"""Variables with which Slurm and torchrun say which node of how many this is."""
 
 
 def _shard_size(value: Any, *, what: str) -> int:
@@ -57,19 +59,19 @@ def _shard_size(value: Any, *, what: str) -> int:
 def _dataset(value: object, *, what: str) -> str:
     name = parse_text(value, what=what)
     if not name or len(name) > 100 or not name.isprintable():
-        raise UsageError(f"dataset name {shown(name)} cannot be used: up to 100 printable characters")
+        raise UsageError(f"dataset name {shown(name)} cannot be used; choose 1 to 100 printable characters")
     return name
 
 
 def _first_shard_after(value: Any, *, what: str) -> float:
-    """Seconds; 0 for ``none``."""
+    """Return the seconds; 0 for ``none``."""
     if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
         return 0.0
     return parse_duration(value, what=what)
 
 
 def _part(value: Any, *, what: str) -> str:
-    """``I[,J...]/N``, for ``auto`` as well."""
+    """Return ``I[,J...]/N``, also for ``auto``."""
     text = parse_text(value, what=what)
     if text == "auto":
         return _part_of_node()
@@ -84,18 +86,21 @@ def _part_of_node() -> str:
             continue
         try:
             index, count, *on_node = (int(os.environ[name]) for name in names)
+            # torchrun counts processes in WORLD_SIZE, and nodes only indirectly. With a rest, nodes have different
+            # numbers of processes and the count of nodes is unknown.
             nodes, more = divmod(count, on_node[0] if on_node else 1)
             if more or not 0 <= index < nodes:
                 raise ValueError(names)
             return f"{index}/{nodes}"
         except (ValueError, ZeroDivisionError):
             values = ", ".join(f"{name}={os.environ[name]!r}" for name in names)
-            raise UsageError(f"--part auto cannot be found of {values}; give --part I/N") from None
+            raise UsageError(f"--part auto cannot be computed from {values}; give --part I/N") from None
     missing = (" and ".join(name for name in names if name not in os.environ) for names in _LAUNCHERS)
-    raise UsageError(f"--part auto finds no number of this node: {', or '.join(missing)} not set; give --part I/N")
+    raise UsageError(f"--part auto needs the number of this node: set {', or '.join(missing)}, or give --part I/N")
 
 
 def _listing(value: Any, *, what: str) -> str:
+    # Imported here: options are loaded for every command's help, which must start fast.
     from cachetool.proc.disk import parse_location
     from cachetool.stores.redact import redact
 
@@ -108,7 +113,7 @@ def _listing(value: Any, *, what: str) -> str:
 ShardSize = Annotated[
     int | str | None,
     Option(
-        "Most bytes of values in one shard. Default: 64MB, or a sixteenth of the cap where that is smaller.", "SIZE",
+        "Largest size of the values in one shard. Default: 64MB, or a sixteenth of the cap if that is smaller.", "SIZE",
         _shard_size,
     ),
 ]  # fmt: skip
@@ -116,70 +121,69 @@ ShardSize = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions(SourceOptions):
-    """How samples are drawn, as far as a pull without an end has it."""
+    """The options of drawing samples, as far as a pull without an end has them."""
 
     to: Annotated[
         str | None,
         Option("Format of the shards: lmdb (default for a new dataset), hdf5, zarr or tfrecord.", "FORMAT", parse_text),
     ] = None
     policy: Policy = "oldest"
-    dataset: Annotated[str, Option("Put them into this dataset.", "NAME", _dataset)] = "default"
+    dataset: Annotated[str, Option("Dataset to add the samples to.", "NAME", _dataset)] = "default"
     seed: Annotated[
         int | None,
-        Option(
-            "Decides the order of the draw. Default: what this source is drawn with already, or 0.", "N", parse_whole
-        ),
+        Option("Seed of the random order. Default: the seed of earlier pulls of this source, or 0.", "N", parse_whole),
     ] = None
     order: Annotated[
         str | None,
         Option(
-            "Draw at random, or in order of names. Default: as this source is drawn already, or random.",
+            "Draw at random, or in the order of names. Default: as in earlier pulls of this source, or random.",
             "random|sequential", choice("random", "sequential"),
         ),
     ] = None  # fmt: skip
-    refresh: Annotated[bool, Option("List SOURCE again: what is new is drawn too, what is gone is named.")] = False
-    start_early: Annotated[bool, Option("Draw while a long listing goes on, 2^20 names at a time (s3, gs, az).")] = (
-        False
-    )
+    refresh: Annotated[bool, Option("List SOURCE again, draw new samples too, and name deleted samples.")] = False
+    start_early: Annotated[
+        bool, Option("Begin to draw before a long listing is complete, after each 2^20 names (s3, gs, az).")
+    ] = False
     workers: Workers = 2
     max_rate: Annotated[
-        int | str | None, Option("Most bytes a second of all workers together, as 200MB/s.", "RATE", parse_rate)
+        int | str | None, Option("Highest rate of all workers together, such as 200MB/s.", "RATE", parse_rate)
     ] = None
     shard_size: ShardSize = None
     first_shard_after: Annotated[
         float | str | None,
         Option(
-            "Close the first shard of a new dataset after TIME with what it has, so that training can begin; none: when"
-            " it is full. Replicas, which must be alike, close it when it is full.",
+            "Finish the first shard of a new dataset after TIME even if it is not full, so that training can begin."
+            " With none, only when it is full. Not used with --placement replicate.",
             "TIME", _first_shard_after,
         ),
     ] = "10s"  # fmt: skip
     min_epochs: MinEpochs = 0
     on_error: OnError = "error"
     renew: Annotated[
-        float | str, Option("Share of a full cache that each epoch gives up for new samples.", "SHARE", parse_fraction)
+        float | str,
+        Option("Fraction of a full cache that new samples replace at each epoch.", "FRACTION", parse_fraction),
     ] = "10%"
 
     part: Annotated[
         str | None,
         Option(
-            "Draw the share of node I, from 0, of N nodes with a cache each; auto: as Slurm or torchrun number this"
-            " node. --samples then counts for all nodes together, from the beginning.",
+            "Draw the part of node I of N nodes, numbered from 0, each with its own cache; auto: I and N of Slurm or"
+            " torchrun. --samples then counts for all nodes and all earlier pulls together.",
             "I[,J...]/N|auto", _part,
         ),
     ] = None  # fmt: skip
     parts: Annotated[
         int | None,
-        Option("With --part: cut the source into P parts, so that N may change. Default: N.", "P", parse_whole),
+        Option("With --part: cut the source into P parts, so that N can change later. Default: N.", "P", parse_whole),
     ] = None
     listing: Annotated[
         str | os.PathLike[str] | None,
         Option(
-            "A folder that all nodes see: who lists SOURCE first leaves the listing there for the others.",
+            "Folder that all nodes see. The first node stores its listing of SOURCE there, and the others use it.",
             "DIR", _listing,
         ),
     ] = None  # fmt: skip
-    repart: Annotated[bool, Option("With --part: let samples go that are in the share of another node now.")] = False
+    repart: Annotated[bool, Option("With --part: remove samples that are now in the part of another node.")] = False
 
     elsewhere: ClassVar = {
         **SourceOptions.elsewhere,
@@ -188,6 +192,7 @@ class DrawOptions(SourceOptions):
 
     def _check(self) -> None:
         super()._check()
+        # Imported here, so that the help of a command does not load the cache and the formats.
         from cachetool.cache.policies import check_policy
         from cachetool.formats import get_format
 
@@ -199,17 +204,21 @@ class DrawOptions(SourceOptions):
 
             check_read_as(self.read_as)
         if self.part is None and self.parts is not None:
-            raise UsageError("--parts goes with --part; add that, or leave it out")
+            raise UsageError("--parts needs --part; add --part, or leave --parts out")
+        # Asked for its errors: a wrong --part must be refused before anything is started.
         _ = self.share
         if self.start_early and self.label_from_folder == "int":
             raise UsageError(
-                "--label-from-folder int numbers all folders, which --start-early does not know yet; leave one of the"
-                " two out"
+                "--label-from-folder int needs the names of all folders, which --start-early does not have yet; leave"
+                " one of the two options out"
             )
 
     def at(self, url: str) -> tuple[str, Self]:
-        """The place that ``url`` names, and the options for it: a glob in its name is one of ``include``. Raises
-        :class:`UsageError`."""
+        """Return the place that ``url`` names, and the options for it. A glob in the URL becomes one of ``include``.
+
+        Raises:
+            UsageError: If the glob cannot be used.
+        """
         from cachetool.sources.globs import with_glob
 
         url, source = with_glob(url, self.source)
@@ -221,56 +230,58 @@ class DrawOptions(SourceOptions):
         return self.only(SourceOptions)
 
     def with_source(self, source: SourceOptions) -> Self:
-        """The same options for another source."""
+        """Return the same options with the source options of ``source``."""
         return replace(self, **{one.name: getattr(source, one.name) for one in fields(SourceOptions)})
 
     @property
     def share(self) -> tuple[int, tuple[int, ...]] | None:
-        """Into how many parts the source is cut, and which of them this node draws; None where nothing is said."""
+        """The number of parts of the source, and the parts that this node draws; None without ``part``."""
         if self.part is None:
             return None
         match = _PART.fullmatch(self.part)
         assert match is not None
         numbers, nodes = {int(number) for number in match[1].split(",")}, int(match[2])
         if not max(numbers) < nodes:
-            raise UsageError(f"--part {self.part} names node {max(numbers)} of {nodes}; they are numbered from 0")
+            raise UsageError(f"--part {self.part} names node {max(numbers)} of {nodes}; nodes are numbered from 0")
         cut = nodes if self.parts is None else self.parts
         if nodes > _MOST_CUT:
-            raise UsageError(f"--part {self.part} has {nodes} nodes; there may be {_MOST_CUT}")
+            raise UsageError(f"--part {self.part} has {nodes} nodes; the maximum is {_MOST_CUT}")
         if not nodes <= cut <= _MOST_CUT:
-            raise UsageError(f"--parts {cut} cannot be used for {nodes} nodes: {nodes} to {_MOST_CUT}")
+            raise UsageError(f"--parts {cut} cannot be used for {nodes} nodes; choose {nodes} to {_MOST_CUT}")
+        # Part k belongs to node k mod N. All nodes compute the same, and ask nobody.
         parts = sorted(part for number in numbers for part in range(number, cut, nodes))
         if len(parts) > MOST_PARTS:
             raise UsageError(
-                f"--part {self.part} gives one cache {len(parts)} parts of {cut}, over {MOST_PARTS}; lower --parts"
+                f"--part {self.part} gives one cache {len(parts)} parts of {cut}, but the maximum is {MOST_PARTS};"
+                " lower --parts"
             )
         return cut, tuple(parts)
 
     @property
     def first_shard_seconds(self) -> float | None:
-        """:attr:`first_shard_after` as a number; None: when the shard is full."""
+        """:attr:`first_shard_after` in seconds; None: close the first shard when it is full."""
         return parse_duration(self.first_shard_after or 0) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(DrawOptions):
-    """How to pull, and until when."""
+    """The options of a pull: those of drawing, and when it ends."""
 
     samples: Annotated[
         int | None,
         Option(
-            "Draw N samples that were not drawn before; with --part, N from the beginning for all nodes.",
+            "Draw N samples that were not drawn before. With --part, N counts for all nodes and all earlier pulls.",
             "N",
             parse_whole,
         ),
     ] = None
-    all: Annotated[bool, Option("Draw all that is left of the source, older shards evicted for it.")] = False
-    follow: Annotated[bool, Option("Keep drawing until stopped; once the cache is full old shards go.")] = False
+    all: Annotated[bool, Option("Draw all remaining samples of the source, and evict older shards for them.")] = False
+    follow: Annotated[bool, Option("Draw until stopped; when the cache is full, evict old shards.")] = False
     wait: RoomWait = "60s"
     reopened: bool = False
-    """Only the reopened draws, which any pull draws first."""
+    """True to draw only the reopened draws. Any other pull draws these first."""
     trainer: str | None = None
-    """See :class:`~cachetool.cache.policies.Room`."""
+    """The holder of the trainer that a background pull belongs to. See :class:`~cachetool.cache.policies.Room`."""
 
     def _check(self) -> None:
         super()._check()
@@ -281,12 +292,12 @@ class PullOptions(DrawOptions):
 
     @property
     def evicts(self) -> bool:
-        """Whether older shards make room: not when a pull only fills what is free."""
+        """True if older shards are evicted for this pull; False for a pull that only fills free space."""
         return self.samples is not None or self.all or self.follow
 
     @property
     def room(self) -> Room:
-        """How room is made: a pull that follows waits as long as it takes, one that only fills does not wait."""
+        """The way in which room is made for this pull."""
         from cachetool.cache import Room
 
         wait = parse_duration(self.wait) if self.evicts else 0.0
@@ -294,7 +305,10 @@ class PullOptions(DrawOptions):
             evict=self.evicts,
             policy=self.policy,
             min_epochs=self.min_epochs,
+            # A pull with an end must not evict its own samples, or it would never reach its goal. A pull with
+            # `--follow` never ends, and may.
             keep_own=not self.follow,
+            # A following pull waits as long as training needs. A pull that only fills free space waits for nobody.
             wait=math.inf if self.follow else wait,
             renew=parse_fraction(self.renew),
             trainer=self.trainer,
@@ -303,7 +317,7 @@ class PullOptions(DrawOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Place(Options):
-    """The machines that a pull runs on, and the function that hears of progress."""
+    """The machines that a pull runs on, and the function that receives its progress."""
 
     on: On = "local"
     address: Address = None
@@ -315,7 +329,9 @@ class _Place(Options):
             choice("split", "replicate"),
         ),
     ] = None
-    progress: Annotated[Report, Option("A function that is told how far the pull is.", command_line=False)] = silent
+    progress: Annotated[
+        Report, Option("Function that is called with the progress of the pull.", command_line=False)
+    ] = silent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""What a pull settles before its workers start: which source, which order, which schema, how large its shards are.
+"""Decisions before the workers of a pull start: source, order, schema, and size of the shards.
 
-Nothing in here writes to the cache; what is found is taken in by :mod:`cachetool.pull.run`.
+Nothing in this module writes to the cache; :mod:`cachetool.pull.run` stores the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cachetool.pull.options import PullOptions
 from cachetool.sources.classes import LABEL
 from cachetool.sources.listing import LISTING_FILE, TABLE_FILE, Listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.segments import SEGMENT
+from cachetool.sources.segments import SEGMENT, SegmentedListing
 from cachetool.stores import canonical, local_path, split_url
 
 __all__ = [
@@ -57,13 +57,16 @@ __all__ = [
     "with_classes",
 ]
 
+# The process that listed so many names keeps the memory for them, so a fresh process draws instead.
 _MANY = 2**17
+"""Units above which the listing process ends instead of drawing as well."""
 DEFAULT_SHARD = 64 * 10**6
 """Bytes of values in a shard, unless a sixteenth of the cap is less."""
 
 
 def source_id(url: str, options: PullOptions) -> Id:
-    """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
+    """Return the id of a source: one place, grouped in one way, for one dataset. Draws are counted by this id."""
+    # canonical() leaves out signatures, which change from day to day. A signed URL must be the same source tomorrow.
     text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
     return Id(hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -73,17 +76,22 @@ def refuse_cache(url: str) -> None:
     if split_url(url)[0] in ("", "file") and Layout(path := local_path(url)).is_cache:
         as_files = f"cachetool convert --to lmdb --out DIR{cache_option(path)}"
         raise UsageError(
-            f"{path} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
-            f"to copy its samples, write them into files and pull these: {as_files}"
+            f"{path} is a cache; give it with --cache, and give the place of the samples as SOURCE;\n"
+            f"to copy its samples, write them to files and pull the files: {as_files}"
         )
 
 
 def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
-    """Raise :class:`UsageError` for a place that was pulled into this dataset already with other names chosen, with
-    another kind of files, or cut as it is now asked for: its samples would come once more."""
+    """Raise :class:`UsageError` if the dataset has this place already, but with another choice or grouping of names.
+
+    The samples would come a second time: with other names chosen, as another kind of files, or cut as it is asked for
+    now.
+    """
     new, rows = options.source, cache.catalog.rows("SELECT id, url, options FROM sources") if cache.exists else ()
     for row in rows:
         old = SourceOptions.from_json(json.loads(row["options"]))
+        # The catalog has no secrets, so the URL of a row may lack parts. Only the id tells whether the row is of this
+        # place.
         if source_id(url, options.with_source(old)) != row["id"]:
             continue
         place = f"{row['url']} was pulled into dataset {options.dataset!r} with"
@@ -98,35 +106,45 @@ def refuse_other_names(cache: CacheDir, url: str, options: PullOptions) -> None:
             raise UsageError(f"{place} {with_kind};\nread it in the same way, or use another --dataset")
         about = cache.listing(row["id"]) / LISTING_FILE
         if old.stem is None and new.stem is not None and about.exists() and Listing.open(about.parent).stem == new.stem:
-            raise UsageError(f"{place} --stem {new.stem}, decided by its names; leave --stem out")
+            raise UsageError(f"{place} --stem {new.stem}, chosen from its names; leave --stem out")
 
 
 def parts_of(cache: CacheDir, source: SourceRow | None, options: PullOptions) -> tuple[int, tuple[int, ...]]:
-    """Into how many parts the source is cut, and which of them the cache is to draw. Raises :class:`UsageError` when
-    the cache would lose samples, and for options that need a source in one part or a listing for all nodes."""
+    """Return the number of parts of the source, and the parts that the cache is to draw.
+
+    Raises:
+        UsageError: If the cache would lose samples, or an option needs a source in one part or a listing for all nodes.
+    """
     if options.repart and options.share is None:
-        raise UsageError("--repart goes with --part or --on ray; add one of them, or leave it out")
+        raise UsageError("--repart needs --part or --on ray; add one of them, or leave --repart out")
     cut, parts = options.share or (1, (0,))
     if source is not None:
         own = source.cut, tuple(part.number for part in source.parts)
+        # A source keeps its parts unless --repart says otherwise: a pull without --part would draw the units of other
+        # nodes as well.
         if options.share is None or (is_same_share(own, options.share) and not options.repart):
             cut, parts = own
         if not options.repart:
             with cache.catalog.read() as connection:
                 refuse_loss(connection, cache.root, source.id, cut, parts)
     if options.start_early and (cut > 1 or options.listing is not None):
-        raise UsageError("--start-early is for a source in one part, listed by one cache; leave it out")
+        raise UsageError("--start-early cannot be used with --listing or for a source in several parts; leave it out")
+    # Each node would list at another moment, and give its new units other numbers than the other nodes.
     if options.refresh and cut > 1 and options.listing is None:
         raise UsageError(
-            "--refresh of a source in parts needs one listing for all nodes: name a folder they share with --listing"
+            "--refresh of a source in parts needs one listing for all nodes; give --listing a folder that they share"
         )
     if options.listing is not None and not Path(options.listing).is_dir():
-        raise UsageError(f"--listing {options.listing} is no folder; make it where all nodes see it")
+        raise UsageError(f"--listing {options.listing} is not a folder; make it where all nodes see it")
     return cut, parts
 
 
 def drawn_as(source: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
-    """Seed, and whether sequential, that a source is drawn with. Raises :class:`UsageError` when it is another way."""
+    """Return the seed of a source, and True if it is drawn in the order of names.
+
+    Raises:
+        UsageError: If the options ask for another seed or order than the source has in this cache.
+    """
     seed, order = options.seed, options.order
     if source is None:
         return seed or 0, order == "sequential"
@@ -140,25 +158,28 @@ def drawn_as(source: SourceRow | None, options: PullOptions) -> tuple[int, bool]
 
 
 def drawn_of(cache: CacheDir, source: SourceRow) -> int:
-    """How many draws of a source's present pass are done."""
+    """Return the number of draws of the source's present pass that are done."""
     with cache.catalog.read() as connection:
         return draws.positions_done(connection, source)
 
 
 def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
-    """That of a source's present pass more draws could not be used than may be left out, whichever pull met them, and
-    what to do about it; both empty when it is not so. As many as a refresh did not find any more count no longer: they
-    were mended or taken away, or, where much has vanished that had come, this says nothing."""
+    """Return a sentence, and advice, if more draws of the present pass were unusable than may be left out; else empty
+    texts.
+
+    It does not matter which pull met them. Units that a refresh did not find any more are subtracted, because they were
+    probably mended or removed.
+    """
     draw_count = drawn_of(cache, source)
     if not too_many(source.skipped, draw_count):
         return "", ""
     unused, listing = source.skipped, cache.listing(source.id)
-    advice = "mend the files, and draw them into another --dataset"
+    advice = "repair the files, then pull them into another --dataset"
     if (listing / "listing.json").exists() and not (listing / TABLE_FILE).exists():
-        from cachetool.sources.segments import SegmentedListing
-
+        # Vanished units were mended under another number, or removed, so they do not count. The listing does not say
+        # which of them had failed. If many units vanished that had not failed, the warning may be missing.
         unused -= len(SegmentedListing.open(listing, units=source.units).vanished)
-        advice = "mend these objects or take them away, and list again with --refresh"
+        advice = "repair or remove these objects, then list again with --refresh"
     if not too_many(unused, draw_count):
         return "", ""
     return f"{unused} of {draw_count} draws could not be used, more than 1 %", advice
@@ -177,7 +198,7 @@ def prepare(
     scratch: Path,
     report: Report,
 ) -> Prepared:
-    """List and probe in a process of its own. What a refresh finds lies in ``scratch / "segment"``."""
+    """List and probe the source in a process of its own. A refresh leaves its segment in ``scratch / "segment"``."""
 
     def on_message(_: int, message: Message) -> None:
         if "listed" in message:
@@ -197,7 +218,8 @@ def prepare(
             "segments": source.segments if source else (),
         },
         units=source.units if source else None,
-        # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
+        # The fields of a known dataset are known. A bad object then stops the worker that draws it, not a process that
+        # only looks at it.
         skip_bad=options.on_error == "skip" or has,
         skip_keys=options.on_error == "skip",
         refresh=str(scratch) if options.refresh and source is not None and source.complete else None,
@@ -212,18 +234,20 @@ def prepare(
     (message,) = engine.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], on_message)
     prepared = Prepared.from_json(message)
     if prepared.units > _MANY:
-        engine.dismiss()  # who listed so many names keeps their memory
+        # The memory of the names would stay with this worker for the whole pull.
+        engine.dismiss()
     if has:
         cache.check_schema(options.dataset, prepared.schema)
+    # The listing was deleted and made again. With another digest the numbers in existing shards mean other units.
     if source is not None and prepared.identity != source.identity:
         raise UsageError(
-            f"the listing of {source.url} was lost and what is there now differs; draw it into another --dataset"
+            f"the listing of {source.url} was lost, and the source has changed since; pull it into another --dataset"
         )
     return prepared
 
 
 def _as_before(cache: CacheDir, options: PullOptions) -> SourceOptions:
-    """The options of the source, with the numbers that the dataset's folders have already."""
+    """Return the source options with the numbers that the dataset already gives to folders."""
     source = options.source
     if source.label_from_folder != "int" or options.dataset not in cache.datasets():
         return source
@@ -231,28 +255,28 @@ def _as_before(cache: CacheDir, options: PullOptions) -> SourceOptions:
 
 
 def with_classes(source: SourceOptions, schema: Schema) -> SourceOptions:
-    """The options of a source with the names that the numbers of its labels stand for in ``schema``."""
+    """Return the source options with the names that the label numbers of ``schema`` stand for."""
     if source.label_from_folder != "int":
         return source
     return replace(source, classes=schema[LABEL].classes if LABEL in schema else ())
 
 
 def pace(options: PullOptions, scratch: Path) -> Message | None:
-    """The limit on bytes a second that all processes of this pull share by a file in ``scratch``."""
+    """Return the limit on bytes a second, which all processes of this pull share through a file in ``scratch``."""
     if options.max_rate is None:
         return None
     return {"path": str(scratch / "pace"), "rate": parse_rate(options.max_rate, what="--max-rate")}
 
 
 def looked_at(url: str, scratch: Path) -> str | None:
-    """The folder for what is looked at beforehand; None for local files, which nobody has to wait for."""
+    """Return the folder for the bytes of the samples that are read for the schema; None for local files."""
     return None if split_url(url)[0] in ("", "file") else str(scratch / "looked")
 
 
 def source_row(
     id: Id, options: PullOptions, prepared: Prepared, order: tuple[int, bool], cut: int, source: SourceRow | None
 ) -> SourceRow:
-    """The row of a source that is taken in; that of a known one stays."""
+    """Return the catalog's row of a source: a new one, or the known one unchanged."""
     if source is not None:
         return source
     return SourceRow(
@@ -275,25 +299,30 @@ def source_row(
 
 
 def format_of(cache: CacheDir, dataset: str) -> str | None:
-    """Format of the newest shard."""
+    """Return the format of the newest shard; None without shards."""
     shards = cache.shards(dataset)
     return shards[-1].format if shards else None
 
 
 def shard_bytes(cap: int, options: PullOptions) -> int:
-    """Most bytes of values in one shard of a cache with this cap."""
+    """Return the most bytes of values in one shard of a cache with this cap."""
     if options.shard_size is not None:
         return parse_size(options.shard_size, what="--shard-size")
     return max(1, min(DEFAULT_SHARD, cap // 16))
 
 
 def samples_per_shard(cap: int, options: PullOptions, kind: Format, prepared: Prepared) -> int:
-    """How many samples a shard takes, by the mean size of those probed where they differ; not more than there are."""
+    """Return the number of samples in a shard.
+
+    Samples of different sizes count with the mean size of the probed ones. The number is at most that of the samples
+    that are there.
+    """
     schema, most = prepared.schema, shard_bytes(cap, options)
     size = schema.fixed_nbytes if schema.is_fixed else prepared.mean_bytes
     count = samples_within(kind, schema, most, size) if options.shard_size is None else most // max(1, size)
     limits = [count, *([] if options.samples is None else [options.samples])]
     if prepared.complete:
+        # Only a complete listing says how many samples there are; otherwise more come, and shards should be full.
         limits.append(prepared.units * prepared.per_unit)
     return max(1, min(limits))
 
@@ -301,8 +330,10 @@ def samples_per_shard(cap: int, options: PullOptions, kind: Format, prepared: Pr
 def cap_for_all(
     cache: CacheDir, job: str, options: PullOptions, schema: Schema, kind: Format, *, samples: int
 ) -> int | None:
-    """About the cap under which a pull that stopped full would hold all its ``samples``, judged by those it has, or by
-    those of its dataset; None where there are none."""
+    """Return about the cap, in bytes, under which a pull that stopped at the cap would hold all its ``samples``.
+
+    The estimate uses the shards of the job, or else of its dataset. Return None if there are none.
+    """
     sums = "SELECT sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload"
     totals = f"{sums} FROM shards WHERE state = 'ready'"
     with cache.catalog.read() as connection:
@@ -315,7 +346,9 @@ def cap_for_all(
         return None
     block = cache.layout.disk_block
     cap = least = int(beside + seen["bytes"] * samples // seen["samples"] + growth)
-    for _ in range(8):  # under a larger cap shards are larger, and each worker reserves a whole one
+    # Under a larger cap shards are larger, and each worker reserves a whole one. So cap and shard size are computed in
+    # turn until they hardly change.
+    for _ in range(8):
         nbytes = shard_bytes(cap, options)
         per_shard = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
         bound = shard_bound(kind, schema, min(per_shard, samples), nbytes, block) + RANGE_BYTES
@@ -326,34 +359,42 @@ def cap_for_all(
 def refuse_small_cap(
     cache: CacheDir, options: PullOptions, kind: Format, prepared: Prepared, *, listing: Path | None
 ) -> None:
-    """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one shard of this pull, and
-    :class:`CapacityError` when the disk of a new cache has no room for one above its floor."""
+    """Refuse a pull whose shards can never be written.
+
+    Raises:
+        CapTooSmall: If the cap can never hold one shard. The message has the minimum.
+        CapacityError: If the disk of a new cache has no space for one shard above its floor.
+    """
     schema = prepared.schema
 
     def one(cap: int) -> tuple[int, int]:
-        """Bytes of values in a shard, and the most that it takes."""
+        """Return the bytes of values in a shard, and the most bytes that its files take."""
         samples = samples_per_shard(cap, options, kind, prepared)
         most = max(shard_bytes(cap, options), prepared.mean_bytes)
         nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
         return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block) + RANGE_BYTES
 
     need = refuse_cap(cache, one, schema, kind, listing=listing)
-    if not cache.exists:  # where there is one, older shards may go
+    # An existing cache can evict older shards; a new one has none.
+    if not cache.exists:
         refuse_full_disk(cache.layout, need, cache.min_free)
 
 
 def refuse_cap(
     cache: CacheDir, one: Callable[[int], tuple[int, int]], schema: Schema, kind: Format, *, listing: Path | None
 ) -> int:
-    """Raise :class:`CapTooSmall` when the cap does not hold a shard; else give the least cap that does. ``one(cap)``
-    says how many bytes of values a shard has under a cap, and how many its files take at most.
+    """Return the least cap that holds a shard.
 
-    A larger cap may mean larger shards: the minimum in the message is one that holds its own.
+    ``one(cap)`` returns the bytes of values in a shard under a cap, and the most bytes that its files take.
+
+    Raises:
+        CapTooSmall: If the cap of the cache is smaller.
     """
     cap = least = cache.max_size
     while True:
         nbytes, bound = one(least)
         need = least_cap(cache.catalog if cache.exists else None, cache.layout, bound, schema, listing=listing)
+        # A larger cap may mean larger shards, so the minimum in the message must hold its own shards.
         if need <= least:
             break
         least = need
@@ -362,6 +403,6 @@ def refuse_cap(
     shard = bound + folder_bound(schema, bound, cache.layout.disk_block)
     raise CapTooSmall(
         f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)} of values;\n"
-        f"the minimum is {least} bytes, up to {format_size(shard)} for such a shard and {format_size(least - shard)}"
-        " beside it: raise --max-size or lower --shard-size"
+        f"the minimum is {least} bytes ({format_size(shard)} for the shard, {format_size(least - shard)} for other"
+        " files): raise --max-size or lower --shard-size"
     )

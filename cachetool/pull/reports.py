@@ -1,7 +1,7 @@
-"""Reports of a pull's workers: what each of them sends, and what they add up to.
+"""Reports of the pull workers, and their sums.
 
-The process that watches adds up what the workers have committed, and looks how full that made the cache. Beside that a
-worker says how busy its stores keep it, and for whom it waits.
+The process that started the workers adds up what they have committed, and looks how full the cache is. A worker also
+reports how many requests it has in flight, and for whom it waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK = 2.0
 
 @dataclass(slots=True)
 class WorkerReports:
-    """What the workers have reported."""
+    """The sums of all that the workers have reported."""
 
     samples: int = 0
     payload: int = 0
@@ -36,18 +36,19 @@ class WorkerReports:
     skipped: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
     busy: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of each worker: requests in flight, and retries."""
+    """Requests in flight and retries, by worker."""
     came: dict[int, int] = field(default_factory=dict)
-    """Of each worker: bytes that came, those included of which no samples were made yet."""
+    """Bytes received so far, by worker, including bytes that are not yet in a sample."""
     waiting: dict[int, str] = field(default_factory=dict)
-    """For whom a worker waits that waits for room."""
+    """The reason why a worker waits for room, by worker."""
 
     def add(self, worker: int, message: Message) -> None:
-        """Take in what worker number ``worker`` said."""
+        """Add a message of worker number ``worker``."""
         if "flying" in message:
             self.busy[worker] = message["flying"], message["retries"]
             self.came[worker] = message["arrived"]
             return
+        # Any other message shows that the worker continues, so its old reason must not stay on the screen.
         self.waiting.pop(worker, None)
         if "waiting" in message:
             self.waiting[worker] = message["waiting"]
@@ -58,17 +59,21 @@ class WorkerReports:
         self.shards += "shard" in message
         for example in message.get("skipped", ()):
             self.skipped += 1
+            # Each example is text from the source. A million of them would fill the memory of the process that only
+            # watches.
             if len(self.examples) < 20:
                 self.examples.append(example)
 
     @property
     def moved(self) -> int:
-        """Bytes that came so far, for whoever watches."""
+        """Bytes received so far, for the progress report."""
+        # `came` includes the bytes of incomplete blocks (on a slow line a block takes a minute), but arrives only once
+        # a second. `fetched` arrives with each piece.
         return max(self.fetched, sum(self.came.values()))
 
 
 class CacheFill:
-    """How full the cache is and what was evicted for a pull, looked at now and then: counting takes its time."""
+    """The used bytes of the cache and the shards evicted for one job, looked up now and then."""
 
     def __init__(self, cache: CacheDir, job: str) -> None:
         self._cache, self._job, self._next = cache, job, 0.0
@@ -76,50 +81,58 @@ class CacheFill:
         self.cap = cache.max_size
 
     def look(self) -> None:
-        """Every other second, and for at most a hundredth of the time."""
+        """Read the used bytes and the evictions from the catalog again, unless the last read was a moment ago."""
         if (began := time.monotonic()) < self._next:
             return
         with self._cache.catalog.read() as connection:
             self.used = measure(connection, self._cache.layout).total
             self.evicted = job_row(connection, self._job).evicted
         now = time.monotonic()
+        # Counting takes longer in a large cache. It may take at most a hundredth of the time.
         self._next = now + max(_LOOK, 100 * (now - began))
 
 
 _PULSE = 1.0
+"""Seconds between two looks of the heartbeat."""
 
 
 class Heartbeat:
-    """Says once a second how busy the stores keep this process, when that has changed: also while nothing comes."""
+    """A thread that reports once a second how busy this process is with stores, if that has changed."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._stopped = channel, threading.Event()
+        # A thread, because the main thread reports nothing while it waits for the network or for room. A daemon, so
+        # that it never keeps the worker alive.
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        before, said = arrivals(), (0, retries(), 0)  # what it looked at is not part of what it draws
+        # The listing process also draws, and has looked at samples before. Those bytes are no part of the draw.
+        before, said = arrivals(), (0, retries(), 0)
         while not self._stopped.wait(_PULSE):
             now = in_flight(), retries(), arrivals() - before
+            # Silent without a change: a pull that waits for hours for room must not write a line a second.
             if now != said:
                 said = now
-                with contextlib.suppress(OSError):  # the starter is gone, which the main thread finds out as well
+                # Safe to suppress: the process that started this worker is gone, and the main thread finds out as well.
+                with contextlib.suppress(OSError):
                     self._channel.send({"flying": now[0], "retries": now[1], "arrived": now[2]})
 
     def stop(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         self._stopped.set()
 
 
 class WaitingFor:
-    """Says for what and for whom a worker waits: at once, and then ever more rarely; training may take hours."""
+    """Reports of the reason why a worker waits for room."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pause, self._next = 2.0, 0.0
 
     def tell(self, why: str) -> None:
-        """The worker waits now."""
+        """Report ``why`` the worker waits now, unless that was reported a short time ago."""
         if (now := time.monotonic()) >= self._next:
+            # The pauses grow up to ten minutes, because training may hold its shards for hours.
             self._pause = min(2 * self._pause, 600.0)
             self._next = now + self._pause
             self._channel.send({"waiting": why})

@@ -1,7 +1,7 @@
-"""What a sampler process does: draw shards out of a source.
+"""The pull worker: a process that draws samples of a source into shards.
 
-The target of a task (:mod:`cachetool.proc`): plain arguments in, plain messages out. Remote stores are
-used in here and nowhere else, since their client hangs in a process that was forked after it was first used::
+This module is the target of a task (:mod:`cachetool.proc`): plain arguments in, plain messages out. Remote stores are
+used in such processes only, because their client hangs in a process that was forked after its first use::
 
     claim positions -> draw them into shards (cachetool.pull.shards) -> the next claim, until none is left
                           all of it asked for? -> take the next claim already, and ask for that behind it
@@ -35,10 +35,10 @@ __all__ = ["draw"]
 
 
 def draw(channel: Channel, **arguments: Any) -> Message:
-    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. ``arguments`` are
-    the fields of :class:`WorkerArguments`.
+    """Claim, fetch and commit until the job or the source has nothing left, or no space can be made.
 
-    Gives ``{"full": None or why it stopped for lack of room}``.
+    ``arguments`` are the fields of :class:`WorkerArguments`. Return ``{"full": reason}``; the reason is None unless the
+    worker stopped for lack of room.
     """
     task = WorkerArguments(**arguments)
     plan = _plan(task)
@@ -57,24 +57,34 @@ def draw(channel: Channel, **arguments: Any) -> Message:
                     if claim is None:
                         break
                     if not isinstance(claim, Claim):
+                        # A number is a pause in seconds: other workers still have open claims, or more of the listing
+                        # is to come.
                         time.sleep(claim)
                         continue
                     coming = drawing_of(claim)
                     assert coming is not None
+                # `coming` is empty while the drawing runs, so that the `finally` below closes only a drawing that was
+                # begun and is not running.
                 drawing, coming = coming, None
+                # The next claim is taken when all requests of this one are made: the network stays busy while the shard
+                # is written, synced and committed.
                 coming = drawing.run(lambda: drawing_of(claims.ahead()))
             return {"full": None}
+        # A full cache is a result and not an error: the process that started the workers decides, by what was asked
+        # for.
         except CapBlocked as error:
             return {"full": str(error)}
         finally:
             heartbeat.stop()
             if coming is not None:
                 coming.close()
+            # Also after an error: other workers can take these positions at once, and need not wait until this process
+            # is found dead.
             claims.give_back()
 
 
 def _plan(task: WorkerArguments) -> WorkerJob:
-    """What stays the same for all shards; the time until the first one is closed begins now."""
+    """Return the parameters that are the same for all shards of the worker. The time of the first shard starts now."""
     return WorkerJob(
         job=task.job,
         source=task.source,
@@ -91,6 +101,7 @@ def _plan(task: WorkerArguments) -> WorkerJob:
 
 def _claims(cache: CacheDir, task: WorkerArguments) -> Claims:
     options = SourceOptions.from_json(task.options)
+    # The listing process kept the objects that it read for the schema, so they are not fetched twice.
     through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).over
 
     def opened(row: SourceRow) -> Source:

@@ -1,1 +1,1 @@
-"""A picture of a cache: one page of HTML that needs nothing else, made by ``cachetool stats --html``."""
+"""The report of a cache: one page of HTML that needs no other file, made by ``cachetool stats --html``."""

@@ -1,4 +1,4 @@
-"""Axes: which numbers stand beside a chart, in which unit, so that none runs into the next."""
+"""Axes of charts: which numbers are written at an axis, in which unit, so that no two overlap."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _DAYS = (1, 2, 5, 7, 14, 30, 60, 90, 180, 365, 730, 1825)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values from ``low`` to ``high``."""
+    """A range of values from ``low`` to ``high``."""
 
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    """Values and what is written there."""
+    """Values, and the text that is written at each."""
     title: str
-    """What the values are, with their unit."""
+    """The name of the values, with their unit."""
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high one."""
+        """Return the place of a value: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
 
 def bytes_axis(most: float, *, per: str = "") -> Axis:
-    """From 0 to a little above ``most`` bytes; ``per`` such as ``/s``."""
+    """Return an axis from 0 to a little above ``most`` bytes; ``per`` is a suffix such as ``/s``."""
     unit, factor = [pair for pair in _SIZES if pair[1] <= max(1.0, most)][-1]
     return _linear(most, factor, f"{unit}{per}")
 
 
 def seconds_axis(most: float, what: str) -> Axis:
-    """From 0 to a little above ``most`` seconds."""
+    """Return an axis from 0 to a little above ``most`` seconds."""
     unit, factor = _duration(most)
     return _linear(most, factor, f"{what}, {unit}")
 
 
 def age_axis(most: float) -> Axis:
-    """From 0 seconds to exactly ``most``."""
+    """Return an axis from 0 seconds to exactly ``most``."""
     unit, factor = _duration(most)
     axis = _linear(most, factor, f"age in {unit}", most_ticks=6)
     ticks = tuple((value, text) for value, text in axis.ticks if value <= most)
@@ -52,12 +52,12 @@ def age_axis(most: float) -> Axis:
 
 
 def count_axis(most: float, what: str) -> Axis:
-    """From 0 to a little above ``most`` things, in whole numbers."""
+    """Return an axis from 0 to a little above ``most``, in whole numbers."""
     return _linear(most, 1, what, least_step=1.0)
 
 
 def log_bytes_axis(low: float, high: float) -> Axis:
-    """Bytes from ``low`` to ``high``, as their logarithm to base 10."""
+    """Return an axis of bytes from ``low`` to ``high``, as their logarithm to base 10."""
     values = [factor * 10.0**power for power in range(16) for factor in (1, 2, 5)]
     inside = [value for value in values if low <= value <= high]
     while len(inside) > 6:
@@ -67,11 +67,12 @@ def log_bytes_axis(low: float, high: float) -> Axis:
 
 
 def time_axis(begin: float, end: float) -> Axis:
-    """Seconds since 1970, in local time."""
+    """Return an axis of seconds since 1970, in local time."""
     length = end - begin
     small = next((step for step in _STEPS if length / step <= 5), None)
     ticks = _days(begin, end) if small is None else _clock(begin, end, small)
-    # The offset by number: the name of a zone may be anything, and means little to a colleague far away.
+    # The offset as a number: the name of a time zone may be any text, and tells a colleague in
+    # another country little.
     offset = time.strftime("%z", time.localtime(end))
     first, last = (time.strftime("%d %b %Y", time.localtime(at)) for at in (begin, end))
     days = last if first == last else f"{first} to {last}"
@@ -80,6 +81,7 @@ def time_axis(begin: float, end: float) -> Axis:
 
 def _clock(begin: float, end: float, step: int) -> list[tuple[float, str]]:
     shift = time.localtime(begin).tm_gmtoff
+    # Ticks at round local times: zones are off UTC by hours, and some by half an hour.
     at = math.ceil((begin + shift) / step) * step - shift
     ticks = []
     while at <= end:
@@ -96,7 +98,8 @@ def _days(begin: float, end: float) -> list[tuple[float, str]]:
     here = time.localtime(begin)
     form = "%d %b" if (end - begin) < 300 * 86400 else "%b %Y"
     ticks = []
-    for number in range(1, 12):  # midnights by the calendar: a day of a change of clocks has 23 hours
+    # Midnights by the calendar, because the day on which clocks change has 23 or 25 hours.
+    for number in range(1, 12):
         at = time.mktime((here.tm_year, here.tm_mon, here.tm_mday + number * step, 0, 0, 0, 0, 0, -1))
         if at > end:
             break
@@ -115,6 +118,8 @@ def _in_unit(nbytes: float) -> str:
 
 def _linear(most: float, factor: int, title: str, *, least_step: float = 0.0, most_ticks: int = 4) -> Axis:
     step = max(least_step, _nice(max(most, 1e-9) / factor / most_ticks)) if most else 1.0
+    # A thousandth of tolerance, so that a value above a tick by rounding alone gets no further
+    # step.
     ends = max(1, math.ceil(most / factor / step * 0.999))
     number: Callable[[float], str] = lambda value: f"{value:,.10g}"  # noqa: E731
     ticks = tuple((tick * step * factor, number(round(tick * step, 10))) for tick in range(ends + 1))

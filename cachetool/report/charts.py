@@ -1,13 +1,14 @@
-"""Charts as inline SVG: steps under a limit, stacked bars, a share. Colours are CSS classes, so the page decides them.
+"""Charts as inline SVG: steps under a limit, stacked bars, a filled bar. Colours are CSS classes, so the page decides
+them.
 
 ::
 
-      GB                    title of the upright axis, with its unit
-      4 |   ____________    limit
-      2 |  |~~~~~~~~~~~~    a value holds until the next
-      0 +---------------
-        12:00     13:00
-          local time        title of the other
+     GB                    title of the upright axis, with its unit
+     4 |   ____________    limit
+     2 |  |~~~~~~~~~~~~    a value holds until the next
+     0 +---------------
+       12:00     13:00
+         local time        title of the other
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ __all__ = ["legend", "share", "stacked", "steps"]
 
 WIDTH, HEIGHT = 440, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, WIDTH - 14.0, 26.0, HEIGHT - 44.0
+# The browser chooses the font, so widths cannot be measured here and the widest usual one is
+# assumed.
 _CHARACTER = 7.2
-"""Width of a character of the small print, in the units of the picture, at most."""
+"""Maximum width of a character of the small print, in units of the picture."""
 
 
 def steps(x: Axis, y: Axis, points: Sequence[tuple[float, float]], limit: Sequence[tuple[float, float]]) -> Markup:
-    """An area under the line of ``points``, each of which holds until the next, and the dashed line of a ``limit``."""
+    """Return an area under the line of ``points``, each of which holds until the next, and the dashed line of a
+    ``limit``."""
     along = _stairs(x, y, points)
     ends = [f"{_x(x, points[-1][0]):.1f},{_BOTTOM:.1f}", f"{_x(x, points[0][0]):.1f},{_BOTTOM:.1f}"]
     return _picture(
@@ -54,16 +58,22 @@ def stacked(
     series: Mapping[str, tuple[str, Sequence[float]]],
     names: Sequence[str],
 ) -> Markup:
-    """Bars between neighbouring ``edges``, one above the other. ``series``: name -> class of its colour, and a value
-    for each bar; ``names``: what is told of each bar, when it is pointed at."""
+    """Return bars between neighbouring ``edges``, one above the other.
+
+    ``series`` has for each name the class of its colour and a value for each bar. ``names`` are shown when a bar is
+    pointed at.
+    """
     bars = []
     for number, name in enumerate(names):
         left, right = _x(x, edges[number]), _x(x, edges[number + 1])
+        # A gap between bars, but none between narrow ones, of which it would leave nothing.
         gap = 1.0 if right - left > 4 else 0.0
         floor = 0.0
         for colour, values in series.values():
             value = float(values[number])
             top, bottom = _y(y, floor + value), _y(y, floor)
+            # Bars lower than a twentieth of a unit cannot be seen, and would only make the page
+            # larger.
             if bottom - top >= 0.05:
                 shape = {"x": left, "y": top, "width": max(0.6, right - left - gap), "height": bottom - top}
                 bars.append(element("rect", element("title", name), class_=colour, **shape))
@@ -72,7 +82,7 @@ def stacked(
 
 
 def share(part: float, colour: str) -> Markup:
-    """A bar that is filled to a share of 0 to 1."""
+    """Return a bar that is filled to a part of 0 to 1."""
     return element(
         "svg",
         element("rect", width=100, height=8, class_="rest"),
@@ -85,7 +95,7 @@ def share(part: float, colour: str) -> Markup:
 
 
 def legend(colours: Mapping[str, str]) -> Markup:
-    """Name -> class of a colour."""
+    """Return the list of names with their colours, each given by its class."""
     entries = [element("li", element("span", class_=f"key {colour}"), name) for name, colour in colours.items()]
     return element("ul", *entries, class_="legend")
 
@@ -119,7 +129,7 @@ def _picture(x: Axis, y: Axis, *shapes: Markup) -> Markup:
 
 
 def _below(x: Axis) -> list[Markup]:
-    """Ticks and words of the lower axis; a word that would run into the one before it is left out."""
+    """Return ticks and words of the lower axis. A word that would overlap the one before is left out."""
     marks, free = [], 0.0
     for value, text in x.ticks:
         at, half = _x(x, value), len(text) * _CHARACTER / 2

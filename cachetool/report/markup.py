@@ -1,7 +1,7 @@
-"""HTML and SVG that cannot be broken out of: text becomes markup by being escaped here, and nowhere else.
+"""HTML and SVG that no text can break out of: text becomes markup by being escaped here, and nowhere else.
 
-What the page shows comes from remote keys, file names and programs. :func:`element` takes children and attributes as
-plain text and escapes them; only what it made itself (:class:`Markup`) goes in as it is.
+The page shows remote keys, file names and names of programs. :func:`element` takes children and attributes as plain
+text and escapes them. Only its own results (:class:`Markup`) are used unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Markup(str):
 
 
 def joined(children: Iterable[object], between: str = "") -> Markup:
-    """All children after each other, each escaped unless it is markup; None is nothing."""
+    """Return all children in a row, each escaped unless it is markup; None is left out."""
     escaped = (
         child if isinstance(child, Markup) else html.escape(plain(child)) for child in children if child is not None
     )
@@ -31,8 +31,10 @@ def joined(children: Iterable[object], between: str = "") -> Markup:
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """``<tag name="value">children</tag>``. In names of attributes ``_`` stands for ``-``, and one at the end for
-    nothing (``class_``)."""
+    """Return ``<tag name="value">children</tag>``.
+
+    In names of attributes ``_`` stands for ``-``; one at the end is dropped (``class_``).
+    """
     named = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(plain(_short(value)))}"'
         for name, value in attributes.items()
@@ -42,5 +44,5 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
 
 def _short(value: object) -> object:
-    """Coordinates with a tenth of a pixel."""
+    """Return a coordinate with a tenth of a pixel, other values unchanged."""
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value

@@ -1,6 +1,6 @@
-"""The figures of a report, as numbers: what there is now, what it was like over time, and shards and time in bins.
+"""The figures of a report as numbers: the present state, its history, and shards and times in bins.
 
-Twenty thousand shards become some dozen bars here, so a page stays small whatever the cache holds.
+Twenty thousand shards become a few dozen bars here, so a page stays small whatever the cache holds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Bins", "Figures", "figures", "waiting"]
 _BINS = 48
 _BINS_OF_SHARDS = 20
 _BEGIN = 60.0
-"""Seconds before the first point in which the cache may have been made, at most, for it to have begun empty."""
+"""Maximum of seconds from the making of the cache to the first point, for it to be drawn as empty at first."""
 
 _AT_ONCE = ("evict", "moved", "corrupt")
-"""Reasons of evictions that go with no pull."""
+"""Reasons of evictions that happen at one moment, without a pull."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,46 +35,46 @@ class Bins:
     """Values in neighbouring ranges."""
 
     edges: Floats
-    """One more than there are bins."""
+    """The edges of the bins: one more than there are bins."""
     series: Mapping[str, Floats]
-    """Name -> a value for each bin."""
+    """A value for each bin, by name."""
 
     @property
     def most(self) -> float:
-        """The largest sum of a bin."""
+        """Return the largest sum of a bin."""
         return float(sum(self.series.values(), start=np.zeros(len(self.edges) - 1)).max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All that a page shows."""
+    """The figures that a page shows."""
 
     stats: Mapping[str, Any]
     """The fields of :class:`cachetool.cache.Stats`."""
     dataset: str | None
-    """The only dataset that shards, sources and epochs are of; None: all."""
+    """The only dataset of which shards, sources and epochs are shown; None for all."""
     taken_at: float
-    """When, in seconds since 1970."""
+    """The time at which the figures were taken, in seconds since 1970."""
     history: History
-    """With a point more for what there is now."""
+    """The history of the cache, with one more point for the present state."""
     age: Bins | None
-    """Bytes of shards by their age in seconds: read, unread, leaving. None without shards."""
+    """Bytes of shards by their age in seconds: read, unread, retiring. None without shards."""
     size: Bins | None
     """Number of shards by the logarithm (base 10) of their bytes."""
 
     @property
     def drawable(self) -> bool:
-        """Whether there is a history: at least two points, at different times."""
+        """Return True if there is a history: at least two points, at different times."""
         points = self.history.points
         return len(points) > 1 and points[-1]["at"] > points[0]["at"]
 
     def rates(self) -> Bins:
-        """Bytes fetched a second, over time."""
+        """Return the bytes fetched a second, over time."""
         edges = self._edges()
         return Bins(edges, {"fetched": self._grown("fetched", edges) / np.diff(edges)})
 
     def evictions(self) -> Bins:
-        """Bytes evicted over time, by reason."""
+        """Return the bytes evicted over time, by reason."""
         edges = self._edges()
         reasons = sorted({reason for point in self.history.points for reason in point["evicted"]})
         return Bins(edges, {reason: self._grown("evicted", edges, reason) for reason in reasons})
@@ -84,23 +84,24 @@ class Figures:
         return np.linspace(points[0]["at"], points[-1]["at"], _BINS + 1)
 
     def _grown(self, name: str, edges: Floats, reason: str | None = None) -> Floats:
-        """How much a total that only grows gained in each bin: evenly from point to point, which there are at both ends
-        of a pull; by what is done at once only at the later point. Where a total seems to shrink (a catalog was
-        rebuilt, a clock put back) it gained nothing."""
+        """Return how much a total that only grows gained in each bin."""
         points = self.history.points
         totals = [point[name] if reason is None else point[name].get(reason, 0) for point in points]
+        # A total seems to shrink when a catalog was rebuilt or a clock was set back; it gained
+        # nothing then.
         gained = np.maximum(0.0, np.diff(np.array(totals, dtype=np.float64)))
         times = np.array([point["at"] for point in points])
         ends = times[1:]
+        # A gain is spread evenly from point to point, because a pull makes a point at both of its
+        # ends. An eviction that happens at one moment counts at the later point only.
         begins = ends if reason in _AT_ONCE else times[:-1]
-        # Of each gain the share that was there by each edge.
         shares = np.clip((edges[:, None] - ends) / np.maximum(ends - begins, 1e-9) + 1.0, 0.0, 1.0)
         gain_per_bin: Floats = np.diff(shares @ gained)
         return gain_per_bin
 
 
 def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
-    """The figures of a cache, or of one dataset of it. Raises :class:`UsageError` for an unknown dataset."""
+    """Return the figures of a cache, or of one dataset of it. Raises :class:`UsageError` for an unknown dataset."""
     stats = cache.stats(dataset).as_dict()
     history = history_of(cache.layout, dataset=dataset)
     shards = cache.shards(dataset, retiring=True)
@@ -120,15 +121,15 @@ def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
 
 
 def waiting(epochs: Sequence[Mapping[str, Any]]) -> float | None:
-    """The share of their time that epochs waited; None when no loader told it."""
+    """Return the part of their time that epochs waited; None if no loader told it."""
     timed = [row for row in epochs if row["waited"] is not None and row["seconds"]]
     seconds = sum(row["seconds"] for row in timed)
     return min(1.0, sum(row["waited"] for row in timed) / seconds) if seconds else None
 
 
 def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: float) -> list[dict[str, Any]]:
-    """The history with a point for what there is now, which is put where it last changed unless the cache is in use;
-    and with one for the empty cache, when that was just before the first."""
+    """Return the history with a point for the present state, and a point for the empty cache if it was just made
+    then."""
     with cache.catalog.read() as connection:
         newest = present(connection, cache.layout)
         times = connection.execute(
@@ -136,6 +137,8 @@ def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: fl
             " (SELECT max(at) FROM events) AS told"
         ).fetchone()
     points, began = list(history.points), times["began"]
+    # While nobody uses the cache, its present state is as old as the last change. A point of now
+    # would draw a flat line over days.
     if not (stats["leases"] or stats["reserved"] or stats["pulls"]):
         moments = [point["at"] for point in points[-1:]] + [row["ended"] for row in history.epochs[-1:]]
         moments += [at for at in times if at is not None]
@@ -145,13 +148,14 @@ def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: fl
         least = stats["overhead"] + stats["listings"]
         points.insert(0, {**points[0], "at": began, "used": min(least, points[0]["used"]), **empty})
     if points and newest["at"] <= points[-1]["at"]:
-        newest["at"] = points.pop()["at"]  # of the same moment, or of a clock that was put back
+        # The point is of the same moment, or the clock was set back.
+        newest["at"] = points.pop()["at"]
     return [*points, newest]
 
 
 def _ages(ages: Floats, sizes: Floats, state: npt.NDArray[np.int64]) -> Bins:
     edges = np.linspace(0.0, max(float(ages.max()), 1.0), _BINS_OF_SHARDS + 1)
-    names = ("read by an epoch", "not read yet", "leaving")
+    names = ("read by an epoch", "not read yet", "retiring")
     return Bins(
         edges,
         {
@@ -163,7 +167,8 @@ def _ages(ages: Floats, sizes: Floats, state: npt.NDArray[np.int64]) -> Bins:
 
 def _sizes(sizes: Floats) -> Bins:
     logs = np.log10(np.maximum(sizes, 1.0))
-    # At least from half to twice of a size: shards are mostly of one.
+    # The range is at least from half to twice the mean size, because mostly all shards are of one
+    # size.
     low, high = min(float(logs.min()), float(logs.mean()) - math.log10(2)), float(logs.max())
     edges = np.linspace(low, max(high, float(logs.mean()) + math.log10(2)), _BINS_OF_SHARDS + 1)
     return Bins(edges, {"shards": np.histogram(logs, edges)[0].astype(np.float64)})

@@ -1,9 +1,9 @@
 """The page: what a cache holds, where it came from and how training went, in one file that needs no other.
 
-Nothing is loaded and nothing runs: no script, no font, no picture from elsewhere, and a policy in the page that forbids
+Nothing is loaded and nothing runs: no script, no font, no picture from another place, and a policy in the page forbids
 them. Sections are made by :mod:`cachetool.report.sections`, each from :class:`cachetool.report.numbers.Figures`.
 
-How the page looks: light and dark as the reader's system is, one column on a phone, two on a desk.
+The page is light or dark as the reader's system is, with one column on a phone and two on a desk.
 """
 
 from __future__ import annotations
@@ -81,11 +81,13 @@ code { font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monos
 """
 
 
+# Also if a text should ever escape as markup: the browser then runs no script of it and sends
+# nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(figures: Figures) -> str:
-    """The whole page, as text in UTF-8."""
+    """Return the whole page, as text in UTF-8."""
     title = f"cache {os.path.abspath(figures.stats['root'])}"
     head = element(
         "head",
@@ -98,7 +100,9 @@ def page(figures: Figures) -> str:
     taken = time.strftime("%d %b %Y, %H:%M:%S", time.localtime(figures.taken_at))
     about = f"cachetool {version('cachetool')}, {taken}"
     if figures.dataset is not None:
-        about += f"; shards, sources and epochs of the dataset {figures.dataset!r} alone, time lines of the whole cache"
+        about += (
+            f"; shards, sources and epochs of dataset {figures.dataset!r} only, charts over time of the whole cache"
+        )
     body = element(
         "body",
         element("header", element("h1", title), element("p", about, class_="quiet"), _tiles(figures)),
@@ -108,7 +112,7 @@ def page(figures: Figures) -> str:
 
 
 def _tiles(figures: Figures) -> Markup:
-    """The figures that one looks for first."""
+    """Return the figures that readers look for first."""
     stats, waited = figures.stats, waiting(figures.history.epochs)
     full = f"{100 * stats['used'] / stats['max_size']:.0f} %" if stats["max_size"] else "0 %"
     tiles = [
@@ -120,7 +124,7 @@ def _tiles(figures: Figures) -> Markup:
     if stats["reuse"] is not None:
         tiles.append((f"{stats['reuse']:.1f} times", "each fetched byte was used"))
     if waited is not None:
-        tiles.append((f"{100 * waited:.1f} %", "of the time of epochs was waiting"))
+        tiles.append((f"{100 * waited:.1f} %", "of the epochs' time was waiting"))
     return element(
         "ul", *(element("li", joined([element("b", number), what])) for number, what in tiles), class_="tiles"
     )

@@ -1,4 +1,4 @@
-"""The sections of the page, one function each: a heading, a chart or a table, and a line that says what it shows."""
+"""The sections of the page, one function each: a heading, a chart or a table, and a line that explains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from cachetool.cache.history import MOST_EPOCHS
 from cachetool.cache.stats import newest_pass
-from cachetool.core.text import counted
+from cachetool.core.text import EVICTED_FOR, counted
 from cachetool.core.units import format_duration, format_size
 from cachetool.report import axes, charts
 from cachetool.report.markup import Markup, element, joined
@@ -17,24 +17,17 @@ from cachetool.report.numbers import Bins, Figures
 __all__ = ["all_of"]
 
 _MOST = 20
-"""Rows of a table."""
+"""Maximum of rows of a table."""
 _EPOCH_ROWS = 12
 _LONG = 14
-"""Characters of a word that are too many for a column on a phone."""
+"""Number of characters of a word that are too many for a column on a phone."""
 _REASONS = {"room": "orange", "renewal": "blue", "evict": "violet", "corrupt": "red"}
-_WORDS = {
-    "room": "room for a pull",
-    "renewal": "renewal at an epoch",
-    "evict": "cachetool evict",
-    "moved": "another node's part",
-    "corrupt": "damaged",
-}
-_STATES = {"read by an epoch": "blue", "not read yet": "orange", "leaving": "violet"}
-_NOTHING_YET = "Nothing to draw yet: points are written down as the cache is filled and read."
+_STATES = {"read by an epoch": "blue", "not read yet": "orange", "retiring": "violet"}
+_NOTHING_YET = "No history yet: it is recorded while the cache is filled and read."
 
 
 def all_of(figures: Figures) -> list[Markup]:
-    """Every section, in the order of the page."""
+    """Return every section, in the order of the page."""
     return [
         _fill(figures),
         _rates(figures),
@@ -60,7 +53,7 @@ def _figure(chart: Markup, words: str, colours: Mapping[str, str] | None = None)
 
 
 def _fill(figures: Figures) -> Markup:
-    title = "Fill against the cap"
+    title = "Used space and cap"
     if not figures.drawable:
         return _section(title, element("p", _NOTHING_YET, class_="quiet"))
     points = figures.history.points
@@ -68,7 +61,7 @@ def _fill(figures: Figures) -> Markup:
     caps = [(point["at"], point["max_size"]) for point in points]
     x = axes.time_axis(points[0]["at"], points[-1]["at"])
     y = axes.bytes_axis(max(value for _, value in (*used, *caps)))
-    now = f"Now {format_size(int(used[-1][1]))} of {format_size(int(caps[-1][1]))}, with all that is reserved."
+    now = f"Now {format_size(int(used[-1][1]))} of {format_size(int(caps[-1][1]))}, reservations included."
     return _section(title, _figure(charts.steps(x, y, used, caps), now, {"used": "line", "cap": "dashed"}))
 
 
@@ -80,7 +73,7 @@ def _rates(figures: Figures) -> Markup:
     names = [f"{_span(rates, n)}: {format_size(int(value))}/s" for n, value in enumerate(rates.series["fetched"])]
     x, y = axes.time_axis(float(rates.edges[0]), float(rates.edges[-1])), axes.bytes_axis(rates.most, per="/s")
     chart = charts.stacked(x, y, rates.edges.tolist(), {"fetched": ("blue", rates.series["fetched"].tolist())}, names)
-    return _section(title, _figure(chart, "Bytes over the wire a second, for what was committed."))
+    return _section(title, _figure(chart, "Bytes fetched a second, for committed samples."))
 
 
 def _evictions(figures: Figures) -> Markup:
@@ -88,7 +81,13 @@ def _evictions(figures: Figures) -> Markup:
     if not totals:
         return _section(title, element("p", "Nothing was evicted so far.", class_="quiet"))
     rows = [
-        (row["dataset"], _WORDS.get(row["reason"], row["reason"]), row["policy"], f"{row['shards']:,}", _bytes(row))
+        (
+            row["dataset"],
+            EVICTED_FOR.get(row["reason"], row["reason"]),
+            row["policy"],
+            f"{row['shards']:,}",
+            _bytes(row),
+        )
         for row in totals[:_MOST]
     ]
     table = _table(["dataset", "for", "policy", ">shards", ">bytes"], rows)
@@ -102,13 +101,13 @@ def _evictions(figures: Figures) -> Markup:
     names = [
         f"{_span(evictions, n)}: "
         + ", ".join(
-            f"{format_size(int(values[n]))} for {_WORDS.get(reason, reason)}" for reason, values in used.items()
+            f"{format_size(int(values[n]))} for {EVICTED_FOR.get(reason, reason)}" for reason, values in used.items()
         )
         for n in range(len(evictions.edges) - 1)
     ]
     x, y = axes.time_axis(float(evictions.edges[0]), float(evictions.edges[-1])), axes.bytes_axis(evictions.most)
     series = {reason: (colours[reason], values.tolist()) for reason, values in used.items()}
-    key = {_WORDS.get(reason, reason): colour for reason, colour in colours.items()}
+    key = {EVICTED_FOR.get(reason, reason): colour for reason, colour in colours.items()}
     length = format_duration(float(evictions.edges[1] - evictions.edges[0]))
     chart = charts.stacked(x, y, evictions.edges.tolist(), series, names)
     return _section(title, _figure(chart, f"Bytes of shards evicted in each {length}, by reason.", key), table)
@@ -117,7 +116,7 @@ def _evictions(figures: Figures) -> Markup:
 def _ages(figures: Figures) -> Markup:
     title, ages = "Shards by age", figures.age
     if ages is None:
-        return _section(title, element("p", "There are no shards.", class_="quiet"))
+        return _section(title, element("p", "No shards yet.", class_="quiet"))
     used = {name: values for name, values in ages.series.items() if values.any()}
     x, y = axes.age_axis(float(ages.edges[-1])), axes.bytes_axis(ages.most)
     names = [
@@ -133,7 +132,7 @@ def _ages(figures: Figures) -> Markup:
 def _sizes(figures: Figures) -> Markup:
     title, sizes = "Shards by size", figures.size
     if sizes is None:
-        return _section(title, element("p", "There are no shards.", class_="quiet"))
+        return _section(title, element("p", "No shards yet.", class_="quiet"))
     edges = sizes.edges.tolist()
     values = sizes.series["shards"].tolist()
     names = [
@@ -149,46 +148,45 @@ def _sizes(figures: Figures) -> Markup:
 def _epochs(figures: Figures) -> Markup:
     title, epochs = "Epochs", [row for row in figures.history.epochs if row["seconds"] is not None]
     if not epochs:
-        return _section(title, element("p", "No epoch was read to its end yet.", class_="quiet"))
-    durations = {"training": [0.0] * len(epochs), "waiting for batches": [0.0] * len(epochs), "waits not told": []}
-    durations["waits not told"] = [0.0] * len(epochs)
+        return _section(title, element("p", "No epoch is complete yet.", class_="quiet"))
+    # Three series, because loaders of other libraries wait in foreign code and cannot tell their
+    # waits. As training time they would be wrong.
+    durations = {name: [0.0] * len(epochs) for name in ("training", "waiting for batches", "waits unknown")}
     for number, row in enumerate(epochs):
         waited = row["waited"]
         if waited is None:
-            durations["waits not told"][number] = row["seconds"]
+            durations["waits unknown"][number] = row["seconds"]
         else:
             durations["waiting for batches"][number] = min(waited, row["seconds"])
             durations["training"][number] = row["seconds"] - min(waited, row["seconds"])
-    colours = {"training": "green", "waiting for batches": "orange", "waits not told": "violet"}
+    colours = {"training": "green", "waiting for batches": "orange", "waits unknown": "violet"}
     used = {name: (colours[name], values) for name, values in durations.items() if any(values)}
     first = len(figures.history.epochs) - len(epochs)
-    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order of their ends")
+    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order in which they ended")
     y = axes.seconds_axis(max(row["seconds"] for row in epochs), "time")
     names = [f"{_who(row)}: {format_duration(row['seconds'])}, {_waits(row)}" for row in epochs]
     chart = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
-    words = (
-        f"{counted(len(epochs), 'epoch')}, each from asking for it to its last batch; at most the newest {MOST_EPOCHS}."
-    )
-    words += f" Of {first} more no time is known." if first else ""
+    words = f"{counted(len(epochs), 'epoch')}, each from its start to its last batch; at most the newest {MOST_EPOCHS}."
+    words += f" The time of {first} more is unknown." if first else ""
     return _section(title, _figure(chart, words, {name: colours[name] for name in used}))
 
 
 def _epoch_samples(figures: Figures) -> Markup:
     title, epochs = "Samples of each epoch", figures.history.epochs
     if not epochs:
-        return _section(title, element("p", "No epoch was read to its end yet.", class_="quiet"))
+        return _section(title, element("p", "No epoch is complete yet.", class_="quiet"))
     new = [min(row["new"] or 0, row["samples"]) for row in epochs]
     before = [row["samples"] - count for row, count in zip(epochs, new, strict=True)]
     series = {"read before": ("blue", before), "new": ("orange", new)}
     used = {name: pair for name, pair in series.items() if any(pair[1])}
-    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order of their ends")
+    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order in which they ended")
     y = axes.count_axis(max(1, *(row["samples"] for row in epochs)), "samples")
     names = [
         f"{_who(row)}: {counted(row['samples'], 'sample')}, {count:,} new"
         for row, count in zip(epochs, new, strict=True)
     ]
     chart = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
-    words = "Samples that each epoch read; new are those of shards that no epoch had read before."
+    words = "Samples that each epoch read. New samples are in shards that no epoch read before."
     return _section(title, _figure(chart, words, {name: colour for name, (colour, _) in used.items()}))
 
 
@@ -212,9 +210,9 @@ def _epoch_table(figures: Figures) -> Markup:
     ]
     table = _table(["dataset", "epoch", "ended", ">samples", ">new", ">batches", "waits"], rows)
     words = (
-        "Waits: batches that were not ready when training asked for them, and all the time it waited, for the epoch to"
+        "Waits: batches that were not ready when training asked for them, and the total time it waited, also for the"
     )
-    words += " begin as well."
+    words += " start of the epoch."
     return _section("Newest epochs", table, element("p", words, class_="quiet"), wide=True)
 
 
@@ -225,7 +223,7 @@ def _who(row: Mapping[str, Any]) -> str:
 
 def _waits(row: Mapping[str, Any]) -> str:
     if row["waited"] is None or row["waits"] is None:
-        return "waits not told"
+        return "waits unknown"
     share = f", {100 * min(1.0, row['waited'] / row['seconds']):.1f} %" if row["seconds"] else ""
     return f"{counted(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}"
 
@@ -233,7 +231,7 @@ def _waits(row: Mapping[str, Any]) -> str:
 def _sources(figures: Figures) -> Markup:
     sources = figures.stats["sources"]
     if not sources:
-        return _section("Sources", element("p", "Nothing was pulled.", class_="quiet"), wide=True)
+        return _section("Sources", element("p", "No source was pulled.", class_="quiet"), wide=True)
     most = max([1.0] + [row["reuse"] or 0.0 for row in sources])
     blocks = []
     for row in sources[:_MOST]:
@@ -241,10 +239,10 @@ def _sources(figures: Figures) -> Markup:
         units, coverage, pass_number = newest_pass(row)
         progress = f"{units:,} of {counted(row['units'], 'unit')} drawn ({100 * coverage:.1f} %)"
         if row["reuse"] is None:
-            used = "Nothing came over the wire."
+            used = "Nothing was fetched."
         else:
             fetched, served = format_size(row["fetched"]), format_size(row["served"])
-            used = f"{fetched} fetched, {served} served to epochs: each byte {row['reuse']:.1f} times"
+            used = f"{fetched} fetched, {served} served to epochs: each byte was used {row['reuse']:.1f} times"
         blocks.append(
             element(
                 "div",
@@ -268,18 +266,19 @@ def _datasets(figures: Figures) -> Markup:
     ]
     table = _table(["dataset", "format", ">shards", ">samples", ">bytes"], rows)
     return _section(
-        "Datasets", table if rows else element("p", "None yet.", class_="quiet"), _more(datasets), wide=True
+        "Datasets", table if rows else element("p", "No datasets yet.", class_="quiet"), _more(datasets), wide=True
     )
 
 
 def _people(figures: Figures) -> Markup:
-    """Who uses the cache, what is wrong with it."""
+    """Return the section on who uses the cache, and what is wrong with it."""
     stats = figures.stats
     lines: list[str] = [f"background pull of {row['url']}: {row['phase']}" for row in stats["pulls"][:_MOST]]
     lines += [
         f"{row['what']} (pid {row['pid']}) reads {row['dataset']} at version {row['version']}"
         for row in stats["leases"][:_MOST]
     ]
+    # A process that reads has the cache open as well, and shall be listed once.
     reading = {row["pid"] for row in stats["leases"]}
     others = [row for row in stats["holders"] if row["pid"] not in reading]
     lines += [f"{row['what']} (pid {row['pid']}) has the cache open" for row in others[:_MOST]]
@@ -291,12 +290,12 @@ def _people(figures: Figures) -> Markup:
         f"{time.strftime('%d %b %H:%M:%S', time.localtime(row['at']))}, {row['subject']}: {row['text']}"
         for row in stats["errors"]
     ]
-    nobody = element("p", "Nobody reads or fills it at this moment, and no error is known.", class_="quiet")
+    nobody = element("p", "No process reads or fills the cache now, and no error is known.", class_="quiet")
     return _section("Readers, pulls and errors", *([element("p", line) for line in lines] or [nobody]), wide=True)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """Columns whose name begins with ``>`` are set flush right."""
+    """Return a table. Columns whose name begins with ``>`` are set flush right."""
     kinds = ["n" if name[0] == ">" else "t" for name in columns]
     head = [element("th", name.removeprefix(">"), class_=kind) for name, kind in zip(columns, kinds, strict=True)]
     body = [
@@ -307,9 +306,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
 
 
 def _kind(cell: object, kind: str) -> str:
-    """Only words that are too long for a phone may be broken within."""
+    """Return the class of a cell."""
     if isinstance(cell, Markup):
         return kind
+    # Only words that are too long for a phone may be broken inside; other cells stay readable.
     return f"{kind} long" if max(map(len, str(cell).split()), default=0) > _LONG else kind
 
 
@@ -322,7 +322,7 @@ def _bytes(row: Mapping[str, Any]) -> str:
 
 
 def _span(bins: Bins, number: int) -> str:
-    """From when to when a bin is, in words."""
+    """Return from when to when a bin lasts, as text."""
     begin, end = (time.localtime(float(bins.edges[edge])) for edge in (number, number + 1))
     form = "%H:%M:%S" if bins.edges[-1] - bins.edges[0] < 86400 else "%d %b %H:%M"
     return f"{time.strftime(form, begin)} to {time.strftime(form, end)}"

@@ -1,1 +1,1 @@
-"""Samples read out of remote stores: listed once, numbered by units, fetched with many requests in flight."""
+"""Samples read from stores: a source is listed once, its units are numbered, and many requests run at the same time."""

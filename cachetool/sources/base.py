@@ -1,9 +1,10 @@
-"""What a source is: samples read out of a store, numbered by units.
+"""The interface of a source: samples read out of a store and numbered by units.
 
-A unit is what one fetch brings out: the objects of one key, a row of an array, a chunk, a row group, a whole archive.
-What is fetched together is drawn together: :meth:`Source.order` permutes units, then the samples inside each, and the
-caller hands numbers of draws in that order to :meth:`Source.read`. A draw is one sample; of a whole archive, whose
-number of samples nobody knows before it is fetched, it is the archive with all of them.
+A unit is what one fetch brings: the objects of a key, a row of an array, a chunk, a row group, or a complete
+archive. Samples that are fetched together are also drawn together: :meth:`Source.order` permutes the units, then the
+samples inside each unit. The caller passes the numbers of draws, in that order, to :meth:`Source.read`. A draw is
+one sample. Of an archive that is one unit a draw is the complete archive with all its samples, because their number
+is unknown before the archive is fetched.
 """
 
 from __future__ import annotations
@@ -23,53 +24,82 @@ from cachetool.sources.order import PartOrder
 __all__ = ["Hurry", "ReadResult", "Probe", "Reading", "Skipped", "Source", "unhurried"]
 
 Hurry = Callable[[], float | None]
-"""In how many seconds somebody wants what there is by then; None: it may be gathered into blocks."""
+"""A function that returns in how many seconds the caller needs the samples that are ready by then.
+
+It returns None when the caller can wait until samples fill a block.
+"""
 
 
 def unhurried() -> float | None:
-    """Nobody waits."""
+    """Return None: the caller does not wait for samples, so they may be gathered into full blocks.
+
+    Returns:
+        None, always.
+    """
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A unit that was left out, and why."""
+    """A unit that was left out of a read, and the reason.
+
+    Example:
+        Skipped(draw=3, key="cats/0003.jpg", reason="not an image that can be read")
+    """
 
     draw: int
-    """Position in the array of units that was asked for."""
+    """Position of the unit in the array of units that the caller passed."""
     key: str
-    """Where it lies."""
+    """Key of the object, or name of the file and row."""
     reason: str
-    """One line."""
+    """The reason, in one line of text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Some samples of a read, in the order asked for."""
+    """A run of samples that a read returns, in the order that the caller asked for.
+
+    Example:
+        ReadResult(block, draws=np.arange(len(block)), done=len(block))
+    """
 
     block: Block
-    """The samples; may be empty when all units of this piece were skipped."""
+    """The samples. The block is empty when all units of this result were skipped."""
     draws: npt.NDArray[np.int64]
-    """For each sample of the block the position of its unit in the array asked for, never decreasing."""
+    """int64 (samples,): for each sample of the block the position of its unit in the caller's array, never
+    decreasing."""
     done: int
-    """All positions below this one are finished: their samples were handed out, or they were skipped."""
+    """All positions below this number are finished: their samples were returned, or the units were skipped."""
     skipped: tuple[Skipped, ...] = ()
-    """Units of this piece that were left out."""
+    """The units of this result that were left out."""
     fetched: int = 0
-    """Bytes that came over the wire for this piece."""
+    """Bytes that were fetched from the store for this result."""
     gaps: npt.NDArray[np.int64] | None = None
-    """Of the last piece before an error: positions below ``done`` that are not finished. None: there are none."""
+    """int64: positions below ``done`` that are not finished, set in the last result before an error. None: no such
+    gaps."""
 
 
 class Reading:
-    """Pieces that arrive; an iterator over them, whose requests were begun when it was made."""
+    """An iterator over the results of a read, whose first requests are made when the iterator is created.
+
+    Args:
+        fetching: The requests of the read.
+        pieces: The results, made from the answers to these requests.
+
+    Example:
+        with contextlib.closing(source.read(units, schema=schema)) as reading:
+            for result in reading:
+                print(len(result.block), result.done)
+    """
 
     def __init__(self, fetching: Fetching[Any, Any], pieces: Generator[ReadResult]) -> None:
+        # Both are kept: closing the generator ends the decoding, and only `fetching` can cancel the requests that are
+        # queued or in flight.
         self._fetching, self._pieces = fetching, pieces
 
     @property
     def begun(self) -> bool:
-        """Whether all of it has been asked for: what is read next can be asked for behind it."""
+        """True once all requests of this read have been made, so that the requests of a next read can follow them."""
         return self._fetching.begun
 
     def __iter__(self) -> Self:
@@ -79,41 +109,57 @@ class Reading:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Cancel what is in flight. May be called twice."""
+        """Cancel the requests in flight. May be called twice."""
         self._pieces.close()
         self._fetching.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a few samples tell of all."""
+    """Facts about all samples of a source, taken from a few of them.
+
+    Example:
+        Probe(Schema((Field("image", "|u1", (32, 32, 3)),)), mean_bytes=3072)
+    """
 
     schema: Schema
+    """The fields that all samples share."""
     mean_bytes: int
     """Mean bytes of the values of a sample, rounded up."""
     per_unit: int = 1
-    """About how many samples a draw brings: 1, but of whole archives."""
+    """About how many samples a draw brings: 1, or more for archives that are one unit."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """What is in no sample although nobody said so: name of an object, or of an array or value of a file, and why."""
+    """Data that is in no sample although the user did not exclude it: (name of an object, or of an array or value of a
+    file; reason)."""
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
-    """How many objects are in no sample, by reason: all, those without a name in :attr:`left_out` too."""
+    """The number of objects that are in no sample, by reason, including those that :attr:`left_out` does not name."""
 
 
 class Source(Protocol):
-    """Samples of one place, numbered. Used in one plain child process, by one thread; never in a forked child."""
+    """The samples of one place, with numbers. A source is used by one thread of a process that was started without
+    fork.
+
+    Example:
+        list_source("data/", folder)
+        source = open_source("data/", folder)
+        schema = source.probe(np.arange(min(64, source.units))).schema
+        with contextlib.closing(source.read(np.arange(source.units), schema=schema)) as reading:
+            samples = sum(len(result.block) for result in reading)
+        source.close()
+    """
 
     url: str
-    """Where it is, without user info and query."""
+    """Path or URL of the place, without user info and query."""
     units: int
     """Number of draws in a pass."""
     samples: int
     """Number of samples, as far as the listing tells."""
     identity: str
-    """Hexadecimal digest of the listing and of the options that decide what a unit number means."""
+    """Hexadecimal digest of the listing and of the options that decide which samples a unit number means."""
     segments: tuple[int, ...]
-    """Numbers of units at which the listing has grown."""
+    """Numbers of units at which a refresh has added units to the listing, ascending."""
     vanished: npt.NDArray[np.int64]
-    """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
+    """int64: units that a refresh of the listing no longer found, ascending. They are not fetched."""
 
     def order(
         self,
@@ -125,14 +171,36 @@ class Source(Protocol):
         part: int = 0,
         cut: int = 1,
     ) -> PartOrder:
-        """The order in which a pass draws a part; kept, so that it may be asked for often."""
+        """Return the order in which a pass draws one part of the source. The result is cached, so repeated calls are
+        cheap.
+
+        Args:
+            seed: The seed of the permutation.
+            pass_number: The number of the pass, counted from 0. Each pass has a permutation of its own.
+            segments: Numbers of units that begin a segment. Each segment is permuted by itself, one after another.
+                Default: the source is one segment.
+            sequential: Keep the order of the listing instead of a permutation. Default: False.
+            part: Which of the ``cut`` parts to draw, counted from 0. Default: 0.
+            cut: The number of parts that the source's order is divided into. Default: 1, the complete source.
+
+        Returns:
+            The order, which maps positions of the part to the numbers of draws.
+        """
         ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:
-        """What the samples of these units have in common.
+        """Return what the samples of these units have in common.
 
-        Raises :class:`BadObject` naming an object that cannot be read (left out with ``skip_bad``), or two keys whose
-        fields differ; :class:`UsageError` when a field that was asked for is in none of them.
+        Args:
+            units: int64 (n,), the numbers of the units to look at. A source may stop after the first few.
+            skip_bad: Leave out objects that cannot be read, instead of raising. Default: False.
+
+        Returns:
+            The schema, the mean size of a sample in bytes, and the names of data that is in no sample.
+
+        Raises:
+            BadObject: An object cannot be read, or the fields of two keys differ. The error names the object.
+            UsageError: A field that the options ask for is in none of the samples.
         """
         ...
 
@@ -145,18 +213,30 @@ class Source(Protocol):
         block_bytes: int = BLOCK_BYTES,
         hurry: Hurry = unhurried,
     ) -> Reading:
-        """Fetch ``units`` with many requests in flight, and give their samples in that order, in blocks of about
-        ``block_bytes``; all samples of one draw in one block. The first requests are made at once; a second reading may
-        be begun behind one that still goes on, and is iterated after it.
+        """Fetch ``units`` with many requests in flight and return their samples in that order.
 
-        A unit that cannot be read or does not fit ``schema`` raises :class:`BadObject` naming the object, or is
-        skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case. Before an error,
-        and before :class:`Interrupted`, the samples in front of it are given.
+        All samples of one draw are in one block. The first requests are made at once. A second reading may be
+        started while the first one is still iterated, and is iterated after the first.
 
-        When no time is left by ``hurry``, what there is comes at once, even in a piece of no samples.
+        Args:
+            units: int64 (n,), the numbers of the units to read.
+            schema: The fields of the samples, from :meth:`probe`.
+            skip_bad: Skip a unit that cannot be read or does not fit ``schema``, instead of raising. Default: False.
+            block_bytes: About how many bytes a block has. Default: ``BLOCK_BYTES``.
+            hurry: Returns in how many seconds the caller needs samples. When no time is left the source returns what is
+                ready, even a result without samples. Default: never.
+
+        Returns:
+            An iterator over the results. Close it to cancel requests.
+
+        Raises:
+            BadObject: A unit cannot be read or does not fit ``schema``, and ``skip_bad`` is False. The error names the
+                object. The samples before that unit are returned first.
+            SourceError: The store fails as a whole, also with ``skip_bad``.
+            Interrupted: The process was told to stop. The samples that are ready are returned first.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections and files. May be called twice."""
+        """Close connections and files. May be called twice."""
         ...

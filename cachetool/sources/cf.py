@@ -1,18 +1,19 @@
-"""CF attributes of an array: what its stored numbers stand for, and ``--decode cf``, which gives that.
+"""CF attributes of an array: the meaning of its stored numbers, and ``--decode cf``, which computes the values.
 
-netCDF4 keeps them as attributes of a dataset of HDF5, xarray beside an array of Zarr (https://cfconventions.org, 2.5.1,
-4.4 and 8.1). Files of one series differ in them, so they are kept, and applied, for each file::
+netCDF4 keeps these attributes with a dataset of HDF5, and xarray with an array of Zarr (https://cfconventions.org,
+2.5.1, 4.4 and 8.1). The files of one series differ in them, so they are kept and applied for each file::
 
-    _Unsigned                     the same bits as whole numbers without, or with, a sign
+    _Unsigned                     the same bits as integers without, or with, a sign
     _FillValue, missing_value     not a number
     scale_factor, add_offset      number * scale_factor + add_offset
-    units "hours since 1900-1-1"  datetime64[ns], UTC; a value that is missing is NaT
+    units "hours since 1900-1-1"  datetime64[ns], UTC; a missing value is NaT
 
-Numbers become float32 where float32 holds each that can be stored, which is so for integers of 8 and 16 bits and for
-floats of 16 and 32; else float64, in which all is computed. Times outside of the years 1678 to 2262 are refused, and so
-are months and years, whose length is not fixed, and calendars other than ``standard`` (``gregorian``) and
-``proleptic_gregorian``.
-``valid_range``, ``valid_min`` and ``valid_max`` say what was measured well, not what a number means: nothing is done.
+Values become float32 if float32 holds each number that can be stored: integers of 8 and 16 bits, floats of 16 and
+32. Other values become float64. All computation is in float64.
+
+Times outside of the years 1678 to 2262 are refused. So are months and years as units, because their length is not
+fixed, and calendars other than ``standard`` (``gregorian``) and ``proleptic_gregorian``. ``valid_range``,
+``valid_min`` and ``valid_max`` are ignored: they say which measurements are good, not what a number means.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ __all__ = ["ATTRIBUTES", "Packing", "decoder", "described", "packing_of"]
 ATTRIBUTES = ("_Unsigned", "_FillValue", "missing_value", "scale_factor", "add_offset", "units", "calendar")
 
 Packing = Mapping[str, Any]
-"""Those of :data:`ATTRIBUTES` by which numbers stand for others, as plain values; empty when there are none."""
+"""The attributes of :data:`ATTRIBUTES` that change the meaning of an array's numbers, as plain values. Empty if there
+are none."""
 Array = npt.NDArray[Any]
 
+# A limit against hostile files: an attribute may hold any number of fill values, and each is compared with every number
+# of the array.
 _MAX_FILLS = 16
 _SINCE = re.compile(
     r"\s*(?P<unit>[A-Za-z]+)\s+since\s+(?P<year>[+-]?\d{1,5})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
@@ -55,13 +59,14 @@ _UNITS = {
 }
 _NANOSECONDS = {name: count for count, names in _UNITS.items() for name in names}
 _CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+# The standard calendar is Julian before this day and Gregorian from it on.
 _REFORM = np.datetime64("1582-10-15", "D")
 _JULIAN_DAY = 2440588
-"""That of 1970-01-01."""
+"""The Julian day number of 1970-01-01."""
 
 
 def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
-    """Those of the ``attributes`` of an array of ``dtype`` by which its numbers stand for others."""
+    """Return those of ``attributes`` that change the meaning of numbers of ``dtype``."""
     if dtype.kind not in "iuf":
         return {}
     packing: dict[str, Any] = {}
@@ -69,6 +74,7 @@ def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
     if (unsigned, dtype.kind) in (("true", "i"), ("false", "u")):
         packing["_Unsigned"] = unsigned
     for name in ("_FillValue", "missing_value"):
+        # NaN as a fill value needs no treatment: it is not a number before and after.
         fills = [number for number in _numbers(attributes.get(name)) if number == number]
         if fills:
             packing[name] = fills[:_MAX_FILLS]
@@ -78,6 +84,8 @@ def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
             packing[name] = float(numbers[0])
     units = _text(attributes.get("units"))
     if re.match(r"\s*\w+\s+since\s", units):
+        # The packing is written into table.json of the listing, once for each layout, so the text of a hostile file is
+        # cut.
         packing["units"] = units[:100]
         if calendar := _text(attributes.get("calendar")):
             packing["calendar"] = calendar[:100]
@@ -85,7 +93,8 @@ def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
 
 
 def described(packings: Sequence[Mapping[str, Packing]]) -> str:
-    """A note on files whose numbers stand for others, by the packings of the fields of each; empty where none do."""
+    """Return a note on files whose numbers stand for other values, or an empty text. ``packings`` has for each file the
+    packing of its fields."""
     fields = list(dict.fromkeys(name for file in packings for name in file))
     if not fields:
         return ""
@@ -95,20 +104,21 @@ def described(packings: Sequence[Mapping[str, Packing]]) -> str:
     more = f" and {len(fields) - 5} more" if len(fields) > 5 else ""
     files = ", which differ from file to file" if differ else ""
     return (
-        f"CF attributes of {', '.join(fields[:5])}{more} ({names}{files}): the numbers stored stand for others, which"
-        " --decode cf gives"
+        f"CF attributes of {', '.join(fields[:5])}{more} ({names}{files}): the stored numbers are encoded;"
+        " --decode cf decodes them"
     )
 
 
 def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Callable[[Array], Array]] | str:
-    """The dtype of the values that numbers of ``dtype`` stand for, and what makes these of them; or why nothing can."""
+    """Return the dtype of the values that numbers of ``dtype`` stand for, and a function that computes them; or the
+    reason why this is impossible."""
     other = "u" if dtype.kind == "i" else "i"
     plain = np.dtype(f"<{other}{dtype.itemsize}") if "_Unsigned" in packing else dtype
     fills = _fills(packing, dtype, plain)
     scale, offset = packing.get("scale_factor"), packing.get("add_offset")
 
     def numbers(stored: Array) -> tuple[Array, Array]:
-        """The numbers as float64, and which are missing."""
+        """Return the numbers as float64, and a mask of the missing ones."""
         raw = stored.view(plain)
         values = raw.astype(np.float64)
         if scale is not None:
@@ -121,6 +131,7 @@ def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Call
         origin = _origin(packing)
         if isinstance(origin, str):
             return origin
+        # Integer counts stay integers: nanoseconds since 1970 need more than the 53 bits of float64.
         exact = dtype.kind in "iu" and scale is None and offset is None
 
         def times(stored: Array) -> Array:
@@ -132,6 +143,8 @@ def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Call
         return np.dtype("<M8[ns]"), times
     if not fills.size and scale is None and offset is None:
         return plain, lambda stored: stored.view(plain)
+    # float32 holds every integer of 16 bits and every float of 32. A wider type would double the bytes of each sample
+    # in the cache.
     narrow = dtype.itemsize <= (4 if dtype.kind == "f" else 2)
     wanted = np.dtype("<f4" if narrow else "<f8")
 
@@ -145,7 +158,7 @@ def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Call
 
 
 def _fills(packing: Packing, dtype: np.dtype[Any], plain: np.dtype[Any]) -> Array:
-    """The numbers that stand for none, as they lie among the others."""
+    """Return the fill values in the dtype of the stored numbers."""
     fills: list[Any] = []
     for number in (*packing.get("_FillValue", ()), *packing.get("missing_value", ())):
         if plain.kind == "f":
@@ -153,7 +166,9 @@ def _fills(packing: Packing, dtype: np.dtype[Any], plain: np.dtype[Any]) -> Arra
                 fills.append(plain.type(number))
         elif np.isfinite(number) and number == int(number):
             fill, bits = int(number), 8 * plain.itemsize
-            if plain != dtype and -(2 ** (bits - 1)) <= fill < 2**bits:  # said with the sign that the file has
+            # The file writes the fill value with the sign of its stored dtype. Its bits are reinterpreted as the
+            # numbers' bits are, so that -1 in int8 matches 255.
+            if plain != dtype and -(2 ** (bits - 1)) <= fill < 2**bits:
                 fill = int(np.array(fill % 2**bits, dtype=f"u{plain.itemsize}").view(plain))
             if np.iinfo(plain).min <= fill <= np.iinfo(plain).max:
                 fills.append(fill)
@@ -161,24 +176,27 @@ def _fills(packing: Packing, dtype: np.dtype[Any], plain: np.dtype[Any]) -> Arra
 
 
 def _origin(packing: Packing) -> tuple[int, int] | str:
-    """Nanoseconds of a unit of time, and from 1970 to the time that units are counted from; or why it is refused."""
+    """Return the nanoseconds of a unit of time, and the nanoseconds from 1970 to the origin of the counts; or the
+    reason why the units are refused."""
     units, calendar = str(packing["units"]), str(packing.get("calendar", "standard")).lower()
-    counts = "; without --decode cf its counts are taken"
+    counts = "; leave out --decode cf to read the counts as numbers"
     match = _SINCE.fullmatch(units)
     if calendar not in _CALENDARS:
-        return f"its times are of the calendar {shown(calendar)}, which datetime64 does not have{counts}"
+        return f"its times use the calendar {shown(calendar)}, which datetime64 does not support{counts}"
     unit = None if match is None else _NANOSECONDS.get(match["unit"].lower())
     if match is None or unit is None:
-        return f"its units {shown(units)} are not those of a time that is read{counts}"
+        return f"its units {shown(units)} are not a supported unit of time{counts}"
     year, month, day = int(match["year"]), int(match["month"]), int(match["day"])
     try:
         date = np.datetime64(
             f"{year:05d}-{month:02d}-{day:02d}" if year < 0 else f"{year:04d}-{month:02d}-{day:02d}", "D"
         )
     except ValueError:
-        return f"its units {shown(units)} name no date{counts}"
+        return f"its units {shown(units)} have no valid date{counts}"
     days = int(date.astype(np.int64))
-    if date < _REFORM and calendar != "proleptic_gregorian":  # until then the standard calendar is the Julian one
+    # Until the reform of 1582 the standard calendar is the Julian one, which NumPy does not know. proleptic_gregorian
+    # extends the Gregorian calendar backwards.
+    if date < _REFORM and calendar != "proleptic_gregorian":
         days = _julian_day(year, month, day) - _JULIAN_DAY
     seconds = 3600 * int(match["hour"] or 0) + 60 * int(match["minute"] or 0) - _zone_seconds(match["zone"] or "")
     nanoseconds = round(float(match["second"] or 0) * 10**9)
@@ -186,7 +204,7 @@ def _origin(packing: Packing) -> tuple[int, int] | str:
 
 
 def _julian_day(year: int, month: int, day: int) -> int:
-    """The number of a day of the Julian calendar (Meeus, Astronomical Algorithms, 7)."""
+    """Return the Julian day number of a date of the Julian calendar (Meeus, Astronomical Algorithms, 7)."""
     if month <= 2:
         year, month = year - 1, month + 12
     return (1461 * (year + 4716)) // 4 + (306001 * (month + 1)) // 10000 + day - 1524
@@ -201,14 +219,24 @@ def _zone_seconds(zone: str) -> int:
 
 
 def _times(counts: Array, missing: Array, unit: int, origin: int) -> Array:
-    """Times that are so many units behind ``origin``, both in nanoseconds. Raises ValueError outside of datetime64."""
+    """Return the times that are ``counts`` units of ``unit`` nanoseconds after ``origin``, in nanoseconds since 1970.
+
+    Raise ``ValueError`` for times outside of datetime64.
+    """
+    # Whole units of the origin are added to the counts, and the remainder in nanoseconds later: then only the sum must
+    # fit into 64 bits, and a fraction of a float loses no digits to the origin.
     units, nanoseconds = divmod(origin, unit)
+    # A missing count may be NaN, which no integer holds, or the largest number of its dtype, with which the product
+    # below would overflow.
     counts = np.where(missing, counts.dtype.type(0), counts)
     floors = np.floor(counts) if counts.dtype.kind == "f" else counts
     if (~missing).any():
         ends = [int(end) if np.isfinite(end) else 2**63 for end in (floors[~missing].min(), floors[~missing].max())]
+        # Python's integers do not overflow. The arrays below would wrap around silently to a wrong date.
         if any(not -(2**63) < (end + units + step) * unit < 2**63 for end in ends for step in (0, 1)):
-            raise ValueError("times outside of the years 1678 to 2262; without --decode cf the counts are taken")
+            raise ValueError(
+                "times outside of the years 1678 to 2262; leave out --decode cf to read the counts as numbers"
+            )
     nanos = (floors.astype(np.int64) + np.where(missing, 0, units)) * unit + nanoseconds
     if counts.dtype.kind == "f":
         nanos += np.rint((counts - floors) * unit).astype(np.int64)
@@ -218,7 +246,7 @@ def _times(counts: Array, missing: Array, unit: int, origin: int) -> Array:
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """The numbers of an attribute: one, or several in an array; of text what it says."""
+    """Return the numbers of an attribute: a scalar, an array, or a number written as text."""
     if isinstance(value, bytes | str):
         return _number_of_text(value)
     if not isinstance(value, int | float | np.generic | np.ndarray | list):
@@ -231,7 +259,8 @@ def _numbers(value: Any) -> list[int | float]:
 
 
 def _number_of_text(value: bytes | str) -> list[int | float]:
-    """A number as text; the fill value of a float as xarray writes it into Zarr v3, eight bytes in base64."""
+    """Return a number written as text. The fill value of a float in Zarr v3 is eight bytes in base64, as xarray writes
+    it."""
     text = _text(value)
     try:
         return [float(text)]

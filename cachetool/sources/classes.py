@@ -1,8 +1,8 @@
-"""``--label-from-folder int``: which number each folder has, decided once, from the names of all folders of a listing.
+"""``--label-from-folder int``: the number of each folder, decided once from the names of all folders of a listing.
 
-The first pull numbers the sorted names. They are part of the dataset's schema from then on, so every later pull, on any
-node, uses the same numbers. A folder that they lack is refused: it would shift them, or mean nothing to a model that is
-trained already.
+The first pull numbers the sorted names. The names are then part of the dataset's schema, so every later pull, on any
+node, uses the same numbers. A new folder is refused: it would shift the numbers, or mean nothing to a model that is
+already trained.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SHOWN = 5
 
 
 def folder_of(key: str) -> str:
-    """The name of the folder that a sample lies in; empty if it lies in none."""
+    """Return the name of the folder that contains a sample, or an empty text if the key has no folder."""
     return key.rpartition("/")[0].rpartition("/")[2]
 
 
 def label_field(options: SourceOptions) -> Field:
-    """The field that is added: text, or a number with the names of all numbers."""
+    """Return the field for the label: text, or a number with the names of all classes."""
     return (
         Field(LABEL, "<i8", classes=tuple(options.classes))
         if options.label_from_folder == "int"
@@ -39,48 +39,55 @@ def label_field(options: SourceOptions) -> Field:
 
 
 def with_label(schema: Schema, options: SourceOptions) -> Schema:
-    """The schema of samples whose label is a number, with the names of the numbers."""
+    """Return the schema with the names of the classes, if the label is a number."""
     if options.label_from_folder != "int" or LABEL not in schema:
         return schema
     return Schema(tuple(label_field(options) if field.name == LABEL else field for field in schema))
 
 
 def numbered(options: SourceOptions, folders: Iterable[Path]) -> SourceOptions:
-    """Options with the names of all folders in the listings that lie in ``folders``; those that have names keep them.
+    """Return options with the names of all folders of the listings in ``folders``. Options that have names already keep
+    them.
 
-    Raises :class:`UsageError` for a folder that the names lack, and for archives, whose folders no listing knows.
+    Raise :class:`UsageError` for a folder that the names lack, and for archives, whose folders no listing knows.
     """
     if options.label_from_folder != "int":
         return options
     names: set[str] = set()
     for folder in folders:
         names |= _names(folder, options)
-    names.discard("")  # who draws such a sample says which it is
+    # A sample without a folder is no class here. The read of that sample raises an error that names the object.
+    names.discard("")
     if not options.classes:
         return replace(options, classes=tuple(sorted(names)))
     if unknown := sorted(names.difference(options.classes)):
         raise UsageError(
-            f"{_listed(unknown)} {'is no class' if len(unknown) == 1 else 'are no classes'} of this dataset, which has"
-            f" {_listed(options.classes)}; draw the source into another --dataset, which numbers its folders anew"
+            f"{_listed(unknown)} {'is not a class' if len(unknown) == 1 else 'are not classes'} of this dataset, whose"
+            f" classes are {_listed(options.classes)}; to number the folders again, pull the source into another"
+            " --dataset"
         )
     return options
 
 
 def _names(folder: Path, options: SourceOptions) -> set[str]:
+    # A listing without a table has one sample a key. With a table the keys are files of many samples.
     if not (folder / TABLE_FILE).exists():
         listing = SegmentedListing.open(folder)
         stem = Stem(listing.stem)
         records = (record for part in listing.parts for _, record in part.records(stem))
         return {folder_of(sample.decode("utf-8", "surrogateescape")) for sample, *_ in records}
+    # Imported here, because only listings of files of many samples need the table and all kinds of files behind it.
     from cachetool.sources.file_table import Table
     from cachetool.sources.listing import Listing
 
     table, files = Table.open(folder), Listing.open(folder)
     if table.kind.name == "tar":
         raise UsageError(
-            "--label-from-folder int numbers all folders before the first sample, and those inside of tar files are"
-            " known when they are read; give plain --label-from-folder, whose labels are text"
+            "--label-from-folder int needs the names of all folders before the first sample, but folders inside of tar"
+            " files are unknown until the files are read; use --label-from-folder text"
         )
+    # The objects of a Zarr are its chunks, whose folders name arrays and not classes. A read takes the label from the
+    # folder of the first key, so only that folder is named here.
     return {folder_of(files.object(index).key) for index in range(1 if table.roots else files.objects)}
 
 

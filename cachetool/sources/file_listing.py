@@ -1,8 +1,8 @@
-"""Listing files of many samples: each is looked at once, to know its rows and where they lie.
+"""The listing of files of many samples: each file is looked at once, to learn its rows and where they are.
 
-``survey="probe"`` looks at no more than that takes: of archives and records, whose samples nobody has counted,
-each file is one unit, unless an index lies beside it. ``survey="all"`` reads these through, so that all samples are
-counted and the schema holds all of them; and rows will be read from the first to the last.
+``survey="probe"`` looks only at what this needs. Then each archive or file of records without an index beside it is
+one unit, because nobody has counted its samples. ``survey="all"`` reads these files completely, so that all samples
+are counted and the schema holds all of them. It also announces that rows will be read from first to last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Survey", "list_files"]
 Survey = Literal["probe", "all"]
 _HEADER = 4096
 _IN_ORDER = 2**20
-"""Records that are read in order share a unit of so many bytes, all of which is read if one is."""
+"""Bytes of a unit of records that are read in order. All of a unit is read if one of its records is."""
 
 
 def list_files(
@@ -54,12 +54,25 @@ def list_files(
     left_out: Callable[[], Mapping[str, int]] = dict,
     learned: Mapping[str, Kind] | None = None,
 ) -> Listing:
-    """Write the listing of the files among ``pages`` and what they hold into ``folder``. ``alone``: of one file, beside
-    which nothing was looked for; ``local``: where the store lies on this machine, if it does; ``left_out`` as for
-    :func:`~cachetool.sources.listing.write_listing`; ``learned``: kinds of files by extensions that no kind has.
+    """Write the listing of the files among ``pages``, and the tables of what they hold, into ``folder``.
 
-    Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
-    :class:`UsageError` when nothing in them can be taken.
+    Args:
+        store: The store of the files.
+        folder: The folder to write into.
+        pages: The objects of the place, in pages.
+        kind: The kind of the files.
+        options: The options of the source.
+        progress: Called now and then with the number of objects listed so far.
+        alone: True for one file, beside which nothing was listed.
+        survey: How much of the files to look at; see above.
+        local: The store's folder on this machine, or None.
+        left_out: Returns the number of objects left out, by reason, as for
+            :func:`~cachetool.sources.listing.write_listing`.
+        learned: The kinds of files by extensions that no kind has.
+
+    Raises:
+        BadObject: A file cannot be read, or two files have no schema in common.
+        UsageError: Nothing in the files can be taken.
     """
     seen, stem = IndexSeen(store), EachFile(kind, alone=alone, learned=learned or {})
     listing = write_listing(
@@ -71,23 +84,25 @@ def list_files(
     files = Files(store, listing, folder=local)
     place = repr(files.name(0)) if alone else store.url
     if options.decodes_images and kind.name == "npy":
-        what = f"--decode {options.decode} is for fields of bytes"
-        raise UsageError(f"{what}; the rows of .npy files are numbers: {place}")
+        raise UsageError(
+            f"--decode {options.decode} needs fields of bytes, but the rows of .npy files are numbers: {place};"
+            " leave it out"
+        )
     if options.value_format is not None and kind.name not in ("lmdb", "raw"):
         holds = f"is a {kind.name} file" if alone else f"holds {kind.name} files"
-        raise UsageError(f"--value-format is for lmdb files and objects of bytes; {place} {holds}")
+        raise UsageError(f"--value-format is for lmdb files and objects of bytes, but {place} {holds}; leave it out")
     if alone and local is not None:
         seen.ask_ours()
     others = (*listing.left_out.listed(), *stem.others.listed())
     facts = _Look(files, folder, kind, options, seen, survey, others).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
-        where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
-        raise NotFound(f"no samples {'in' if alone else 'under'} {place}: no rows in {where}")
+        where = "the file has no rows" if len(facts) == 1 else f"none of its {len(facts)} files has rows"
+        raise NotFound(f"no samples {'in' if alone else 'under'} {place}: {where}")
     return listing
 
 
 class _Look:
-    """Finds out what the files of a listing hold."""
+    """A look at all files of a listing, to find out what they hold."""
 
     def __init__(
         self,
@@ -99,7 +114,7 @@ class _Look:
         survey: Survey,
         others: tuple[tuple[str, str], ...],
     ) -> None:
-        """``others``: what lies beside the files, and why it is left out."""
+        """Create the look. ``others`` names what is beside the files, and why it is left out."""
         self._files, self._folder, self._kind, self._options, self._seen = files, folder, kind, options, seen
         self._in_order = survey == "all"
         self._numbers = range(files.listing.objects)
@@ -108,7 +123,7 @@ class _Look:
         self._mean = 0
 
     def write(self, *, alone: bool) -> list[FileFacts]:
-        """Write the tables; gives what each file is, or nothing where each is one unit."""
+        """Write the tables. Return the facts about each file, or nothing if each file is one unit."""
         if self._kind.marks and not self._kind.by_path:
             return self._folders()
         ours = self._seen.exported(self._kind, map(self._files.name, self._numbers), alone=alone)
@@ -124,9 +139,11 @@ class _Look:
     def _table(self, facts: list[FileFacts], ours: Exported | None, **more: Any) -> None:
         if ours is not None and self._options.fields is None and not self._options.rename:
             written = [field for field in ours.schema if field.name != KEY or self._options.key]
-            for name, file_facts in zip(ours.contents, facts, strict=False):  # no checksum is over the names of fields
+            # The digest of an exported folder covers values and not the names of fields, so a file with renamed fields
+            # would pass it.
+            for name, file_facts in zip(ours.contents, facts, strict=False):
                 if file_facts.schema and list(Schema.from_json(file_facts.schema)) != written:
-                    raise CorruptError(f"{name}: its fields are not those that {DATASET_FILE} says")
+                    raise CorruptError(f"{name}: its fields differ from those in {DATASET_FILE}")
         parts = [part for number, file_facts in enumerate(facts) for part in _placed(self._files, number, file_facts)]
         skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)
         write_table(
@@ -136,7 +153,7 @@ class _Look:
         )  # fmt: skip
 
     def _rows(self) -> list[FileFacts]:
-        """Of files that need no process of their own: many at once."""
+        """Return the facts about files that need no guarded process. Many files are read at once."""
         ranges, options = StoreRanges(self._files), rows_options(self._options)
 
         def look(number: int, _: object) -> tuple[FileFacts, tuple[tuple[str, str], ...]]:
@@ -148,6 +165,8 @@ class _Look:
 
         fetcher: Fetcher[int, Any] = Fetcher(look, self._files.store.concurrency)
         try:
+            # Only headers are fetched, of unknown size. 4 KiB each is a guess, so the pool's threads limit the requests
+            # and not the bytes.
             looked = list(fetcher.run(self._numbers, ahead=2**30, size=lambda _: _HEADER))
         finally:
             fetcher.close()
@@ -157,13 +176,15 @@ class _Look:
     def _folders(self) -> list[FileFacts]:
         folders, roots = self._files.mark_folders(self._kind.marks)
         if not roots:
-            raise NotFound(f"{self._files.store.url}: no {self._kind.name} in it")
+            raise NotFound(f"no {self._kind.name} in {self._files.store.url}")
         beside = LeftOut()
         for number in self._numbers if roots != ("",) else ():
             key = self._files.listing.object(number).key
+            # A linear search would compare a million keys with every root. The roots are sorted and none contains
+            # another, so one candidate is left.
             at = bisect.bisect_right(roots, key)
             if not (at and key.startswith(roots[at - 1])) and not is_ours(key):
-                beside.add(key, f"in no {self._kind.name}")
+                beside.add(key, f"not inside of a {self._kind.name}")
         self._others += beside.listed()
         ours = self._seen.exported(self._kind, [root.rstrip("/") for root in roots], alone=roots == ("",))
         return self._guarded(ours, roots, folders)
@@ -171,18 +192,21 @@ class _Look:
     def _guarded(
         self, ours: Exported | None, roots: tuple[str, ...] = (), folders: tuple[str, ...] = ()
     ) -> list[FileFacts]:
-        """Have the guarded process open every file, for what it is."""
+        """Return the facts about files that the guarded process opens one after another."""
         with OpenedRows(
             self._files, self._kind, self._options, roots=roots, folders=folders, in_order=self._in_order
         ) as opened:
             facts = [FileFacts(**file_facts) for file_facts in opened.facts]
+            # The facts come from a process that a hostile file may control. They decide which bytes are fetched and how
+            # they are read, so they are checked before they are written.
             _check(self._files, self._kind, facts)
             self._measure(opened, facts)
             self._table(facts, ours, roots=roots, folders=folders, skipped=opened.skipped)
         return facts
 
     def _measure(self, opened: OpenedRows | WholeFile, facts: list[FileFacts]) -> None:
-        """Look at the first sample, whose size stands for all where they differ, while a process has its file open."""
+        """Measure the first sample while a process has its file open. Its size stands for all samples where sizes
+        differ."""
         fixed = all(Schema.from_json(file_facts.schema).is_fixed for file_facts in facts)
         if self._in_order and not self._mean and not fixed and any(file_facts.rows for file_facts in facts):
             self._mean = max(1, opened.read(0, 1).nbytes)
@@ -194,23 +218,29 @@ class _Look:
                 self._seen.ask(files.name(0))
             indexes = [self._seen.of(files.name(number)) for number in self._numbers]
             present = [index for index in indexes if index is not None]
+            # An index tells where each record is, so records can be drawn one by one. A read in order takes the files
+            # from the start and needs no index.
             if len(present) == len(indexes) and not self._in_order:
                 get = files.store.get
                 return [index_facts(self._kind, files.identified(at), index, get) for at, index in enumerate(present)]
+        # Files up to 4 GiB are drawn as one unit, without a look into them: that would fetch each of them twice.
         if not self._in_order and all(self._size(number, alone=alone) <= MAX_WHOLE for number in self._numbers):
             return []
         facts = [self._record_file(number, ours) for number in self._numbers]
+        # A file without samples has no schema of its own. It gets the one of the other files, so that all fit one
+        # dataset.
         like = next((one for one in facts if one.rows), None)
-        if like is not None:  # a file without samples has no schema of its own
+        if like is not None:
             facts = [one if one.rows else replace(one, schema=like.schema, names=like.names) for one in facts]
         return facts
 
     def _size(self, number: int, *, alone: bool) -> int:
-        """Bytes of a file; one of many whose listing does not tell is asked for when it is read, and may be refused."""
+        """Return the size of a file in bytes, as far as the listing tells. Files of unknown size are asked for when
+        they are read, and may then be refused."""
         return self._files.item(number).size if alone else self._files.listing.object(number).size
 
     def _record_file(self, number: int, ours: Exported | None) -> FileFacts:
-        """What one file is, all of whose records are looked at."""
+        """Return the facts about one file, after looking at all of its records."""
         files = self._files
         with WholeFile(files, number, self._kind, self._options, ours) as whole:
             try:
@@ -226,16 +256,21 @@ class _Look:
             facts = facts_of_records(opened, files.item(number).size, unit_bytes)
             if self._kind.guarded:
                 self._measure(whole, [facts])
+        # Without places of records the file must be unpacked from its start for each draw. Above 4 GiB it is not kept
+        # in memory either.
         if not self._in_order and not facts.parts and hasattr(opened, "places"):
             raise BadObject(
-                f"{files.name(number)!r} is packed as a whole and larger than can be read at random; unpack it, or"
-                " write its samples into other files first: cachetool convert"
+                f"{files.name(number)!r} is compressed and too large to be read in random order; decompress it, or"
+                " write its samples into other files first: cachetool convert FILE --to lmdb --out DIR"
             )
         return facts
 
 
 def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
-    """Rows that the guarded process says to lie in a file must lie in it: it may be under a hostile file's command."""
+    """Raise :class:`BadObject` if rows that the guarded process reports are not inside their file.
+
+    The process may be under the control of a hostile file.
+    """
     for number, file_facts in enumerate(facts):
         schema = Schema.from_json(file_facts.schema)
         for field in schema:
@@ -243,9 +278,11 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
             if offset < 0:
                 continue
             stored = np.dtype(file_facts.stored[field.name])
+            # Rows at a stated offset are read here without a library, as `stored` says. A dtype that differs in more
+            # than byte order would reinterpret the bytes.
             same = stored.newbyteorder("<") == field.numpy.newbyteorder("<") and not kind.marks
             if not same or offset + file_facts.rows * field.nbytes > files.item(number).size:
-                raise BadObject(f"{files.item(number).key!r}: field {field.name!r} reaches past the end of the file")
+                raise BadObject(f"{files.item(number).key!r}: field {field.name!r} extends past the end of the file")
         good = file_facts.rows >= 0 and file_facts.chunk >= 1
         packing = file_facts.packing
         good = good and isinstance(packing, dict) and all(isinstance(one, dict) for one in packing.values())
@@ -256,11 +293,12 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
                 and (not file_facts.cuts or file_facts.cuts[-1] == file_facts.rows)
             )
         if not good:
-            raise BadObject(f"{files.name(number)!r}: its reader talks nonsense")
+            raise BadObject(f"{files.name(number)!r}: the process that reads it returned invalid data")
 
 
 def _placed(files: Files, number: int, facts: FileFacts) -> Iterator[tuple[int, int, int, int, int]]:
-    """File, first row, object, and where in it, of every part that is there."""
+    """Yield (file, first row, object, start, stop) of every part that exists. Bytes outside of the file are left
+    out."""
     for row, start, nbytes, key in facts.parts:
         if not key:
             if start >= 0 and 0 < nbytes <= files.item(number).size - start:

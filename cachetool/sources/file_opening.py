@@ -1,7 +1,7 @@
-"""Files as they are opened to be read: those of rows all together, one of records as a whole.
+"""Files opened for reading: all files of rows together, or one file of records as a whole.
 
 The store's bytes reach a library in one of three ways: by ranges (:class:`OpenedRows`), through a path to a file in
-memory or on this machine, or as they come.
+memory or on this machine, or as a stream.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ __all__ = [
 ]
 
 MAX_WHOLE = 4 * 2**30
-"""Bytes of an archive that is fetched as a whole, since it lies in memory meanwhile."""
+"""Largest archive in bytes that is fetched as a whole: it is in memory while it is read."""
 _PART = 8 * 2**20
 
 
 class OpenedRows(Closing):
-    """The files of rows of a listing, opened for reading: in the guarded process, or here where none is needed."""
+    """The files of rows of a listing, opened for reading in the guarded process, or in this one for kinds that need no
+    guard."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class OpenedRows(Closing):
     ) -> None:
         items = [] if roots else [files.item(number) for number in range(files.listing.objects)]
         place = files.store.url.rstrip("/").rpartition("/")[2]
+        # The root of a place that is itself one Zarr has no name. It is called as the last part of the URL.
         names = [name.rstrip("/") or place for name in roots] or [item.key for item in items]
         spec: dict[str, Any] = {
             "kind": kind.name,
@@ -90,13 +92,16 @@ class OpenedRows(Closing):
         else:
             self._source = OpenedFiles(self.ranges, spec, options)
         self.skipped, self.facts = self._source.skipped, self._server.facts
-        """The names that are not taken of the files, as the guarded process told them."""
+        """The facts about each file, as the guarded process reported them. ``skipped`` has the names that are not
+        taken."""
 
     def read(self, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop``, counted over all files, which are of one."""
+        """Return samples ``start`` to ``stop``, counted over all files. The samples must be in one file."""
         try:
             return self._source.read(start, stop)
-        finally:  # what the guarded process read by itself must be of the listed file
+        finally:
+            # The guarded process read this file through a descriptor, past the comparison of ETags. The file must still
+            # be the listed one after the read.
             if self._server.opened is not None:
                 self._files.path(self._server.opened)
 
@@ -106,7 +111,7 @@ class OpenedRows(Closing):
 
 
 def rows_options(options: SourceOptions) -> SourceOptions:
-    """What the reader of a file of rows is told: which fields, and how they are called."""
+    """Return the options for the reader of a file of rows: which fields, and their names."""
     return SourceOptions(
         fields=options.fields,
         rename=options.rename,
@@ -119,7 +124,9 @@ def rows_options(options: SourceOptions) -> SourceOptions:
 
 
 def records_options(options: SourceOptions, kind: Kind) -> SourceOptions:
-    """What the reader of a file of records is told: in tar files labels and images are its own."""
+    """Return the options for the reader of a file of records."""
+    # The reader of tar files decodes images and labels itself, by the names of its members. Values of other records are
+    # decoded after the read, so these options are removed for them.
     if kind.name == "tar":
         return replace(options, concurrency=None)
     if options.value_format == "image":
@@ -128,13 +135,13 @@ def records_options(options: SourceOptions, kind: Kind) -> SourceOptions:
 
 
 class WholeFile(Closing):
-    """A file of records that is opened as a whole: where it lies, or out of memory, or as it comes."""
+    """A file of records that is opened as a whole: at its path, in memory, or as a stream."""
 
     def __init__(
         self, files: Files, number: int, kind: Kind, options: SourceOptions, ours: Exported | None,
         layout: Layout | None = None,
     ) -> None:  # fmt: skip
-        """``layout``: what was found out about the file before."""
+        """Prepare the file. ``layout`` is what the listing knows about it, or None."""
         self._files, self._number, self._kind, self._layout = files, number, kind, layout
         self._options, self._ours = records_options(options, kind), ours
         self._stack = contextlib.ExitStack()
@@ -144,7 +151,7 @@ class WholeFile(Closing):
         self._rest: Block | None = None
 
     def opened(self) -> RandomAccess | RecordFile:
-        """The file, opened anew."""
+        """Return the file. A stream is opened again from its beginning."""
         if not self._by_path:
             item = self._files.item(self._number)
             layout = self._layout
@@ -168,13 +175,17 @@ class WholeFile(Closing):
         return self._kind.by_path or (self._kind.name == "tfrecord" and self._ours is not None)
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``; of a file that is packed, cheapest where the last ones ended."""
+        """Return samples ``start`` to ``stop``. In a compressed file this is cheapest if ``start`` is where the last
+        read ended."""
         if self._by_path:
             source = cast(RandomAccess, self.opened())
             with renamed(source.path, called(self._files, self._number, self._kind)):  # type: ignore[attr-defined]
                 blocks = list(run_of_blocks(source, start, stop, sample_bytes=self._sample_bytes))
+            # The size of these samples sets the first step of the next run: images take more bytes than in the file, so
+            # the file tells nothing about it.
             self._sample_bytes = max(1, blocks[-1].nbytes // len(blocks[-1]))
             return Block.concat(blocks)
+        # A stream cannot go back. It is opened again and read from the beginning, which is why reads in order are fast.
         if start < self._at or self._rest is None:
             self._running, self._at = cast(RecordFile, self.opened()).blocks(), 0
             self._rest = next(self._running, None)
@@ -188,24 +199,28 @@ class WholeFile(Closing):
             if start >= last:
                 self._at, self._rest = last, next(self._running, None)
         if start < stop:
-            raise BadObject(f"{self._files.item(self._number).key!r} has {start} samples, of which more were counted")
+            raise BadObject(
+                f"{self._files.item(self._number).key!r} has only {start} samples, fewer than when it was listed"
+            )
         return Block.concat(out)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file. It can be read again afterwards."""
         self._running, self._rest, self._source = iter(()), None, None
         self._stack.close()
 
 
 def called(files: Files, number: int, kind: Kind) -> str:
-    """A file's name for messages; a file that every folder of its kind has is named with its folder."""
+    """Return the name of a file for messages. A file whose name every folder of its kind has is named with its
+    folder."""
     name = files.item(number).key
     return f"{files.store.url.rstrip('/').rpartition('/')[2]}/{name}" if name in kind.marks else name
 
 
 def open_at(path: Path, kind: Kind, options: SourceOptions, ours: Exported | None) -> RandomAccess:
-    """The file of records at ``path``, where any run of its samples can be read."""
+    """Open the file of records at ``path`` so that any run of its samples can be read."""
     if kind.name == "tfrecord" and ours is not None:
+        # Imported here: only exported TFRecord files need it, and it loads the formats.
         from cachetool.sources.ours import our_records
 
         return our_records(path, options, ours.schema)
@@ -213,41 +228,50 @@ def open_at(path: Path, kind: Kind, options: SourceOptions, ours: Exported | Non
 
 
 class Readable(Protocol):
-    """What reads any run of samples."""
+    """A reader of any run of samples."""
 
     schema: Schema
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return samples ``start`` to ``stop``."""
         ...
 
 
 def run_of_blocks(
     reader: Readable, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES, sample_bytes: int = 0
 ) -> Iterator[Block]:
-    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before: images take more
-    bytes than they have in the file. ``sample_bytes``: what a sample took in a run before; 0: there was none."""
+    """Yield samples ``start`` to ``stop`` of a reader in blocks of about ``block_bytes``.
+
+    The size of each block is planned by the bytes of the block before, because images take more bytes than in the
+    file. ``sample_bytes`` is the size of a sample in a run before, or 0 if there was none.
+    """
     if reader.schema.is_fixed:
         sample_bytes = max(1, reader.schema.fixed_nbytes)
+    # Without a known size the first block is one sample: a guess that is too large could fill the memory.
     step = block_bytes // (sample_bytes or block_bytes)
     at = start
     while at < stop:
         block = reader.read(at, min(at + max(1, step), stop))
         yield block
         at += len(block)
+        # Growth is limited to eight times, because a run of small samples says little about those behind it.
         step = min(8 * max(1, step), max(1, len(block) * block_bytes // max(1, block.nbytes)))
 
 
 @contextlib.contextmanager
 def nameless() -> Iterator[tuple[int, Path]]:
-    """A file in memory and a path to it, also for another process; where there is no such thing, a temporary one."""
+    """Yield a file in memory and a path to it that other processes can open. Where memory files do not exist, yield a
+    temporary file."""
     try:
         fd = os.memfd_create("archive", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):  # not Linux; a sandbox that forbids it
+    # AttributeError: not Linux. OSError: a sandbox that forbids memfd_create.
+    except (AttributeError, OSError):
         with tempfile.NamedTemporaryFile(prefix="cachetool-", buffering=0) as file:
             yield file.fileno(), Path(file.name)
         return
     try:
+        # A path through /proc works for libraries that open by path, also in the guarded process. The memory is freed
+        # with the last descriptor, even after a kill, so nothing is left on a disk.
         yield fd, Path(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
         os.close(fd)
@@ -255,7 +279,7 @@ def nameless() -> Iterator[tuple[int, Path]]:
 
 @contextlib.contextmanager
 def _fetched(files: Files, number: int) -> Iterator[Path]:
-    """A path to the whole file, which lies in memory."""
+    """Yield a path to the complete file, fetched into memory."""
     item = files.item(number)
     refuse_large(item)
     with nameless() as (fd, path):
@@ -271,15 +295,16 @@ def _fetched(files: Files, number: int) -> Iterator[Path]:
 
 
 def refuse_large(item: Object) -> None:
-    """Raise :class:`BadObject` for a file that memory should not hold as a whole."""
+    """Raise :class:`BadObject` for a file that is too large to be held in memory."""
     if item.size > MAX_WHOLE:
         raise BadObject(
-            f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole from elsewhere:"
-            " copy it to a disk of this machine first"
+            f"{item.key!r} has {format_size(item.size)}, but at most {format_size(MAX_WHOLE)} can be read from a remote"
+            " store in one piece; copy the file to a disk of this machine first"
         )
 
 
 def write_body(fd: int, body: memoryview) -> None:
     """Write all of ``body``."""
+    # One call of write may write less than asked for: Linux stops at about 2 GiB.
     while body:
         body = body[os.write(fd, body) :]

@@ -1,4 +1,4 @@
-"""From the bytes of a unit to its samples: by extents, through a library, or out of a whole archive."""
+"""The samples of a unit, made from its bytes: by known offsets, through a library, or from a complete archive."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ from cachetool.sources.shapes import common
 __all__ = ["Reader", "Want", "reader_of"]
 
 RESIDENT = 16 * 2**20
-"""A field of few bytes a row that takes no more than this in its file is fetched whole and kept."""
+"""Largest size in bytes, in one file, of a field of small rows that is fetched completely and cached."""
 _SMALL_ROW = 4 * 2**10
 _KEPT = 64 * 2**20
 _PART = 8 * 2**20
+# Two blocks of zeros end a tar archive. A unit cut out of the middle lacks them, and the reader would call it
+# truncated.
 _TAR_END = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes ``start`` to ``stop`` of an object."""
+    """A request for bytes ``start`` to ``stop`` of an object."""
 
     item: int
     start: int
@@ -51,38 +53,39 @@ class Want:
 
 
 class Reader(Protocol):
-    """What a kind of files needs fetched for a run, and what it makes of that. Used by one thread."""
+    """A reader of one kind of files: it says what to fetch for a run, and makes samples of the bytes. One thread uses
+    it."""
 
     labels: bool
-    """Whether it takes care of ``--label-from-folder`` itself."""
+    """True if the reader adds the label for ``--label-from-folder`` itself."""
     numbered: bool
-    """Whether samples are told apart by their numbers."""
+    """True if samples of one file are distinguished by numbers."""
     in_order: bool
-    """Whether only who reads all in order reads fast."""
+    """True if reading is fast only from the first sample to the last."""
     fetched: int
-    """Bytes that it fetched itself so far."""
+    """Bytes that the reader has fetched by itself so far."""
     skipped: LeftOut
-    """What is not taken of the files that were opened as a whole so far, of which the tables do not tell."""
+    """Data of files that were opened as a whole and that is in no sample. The tables do not list it."""
 
     def wants(self, run: Run) -> list[Want]:
-        """The parts to fetch, in the order in which :meth:`block` takes them."""
+        """Return the parts to fetch, in the order in which :meth:`block` takes them."""
         ...
 
     def nbytes(self, run: Run) -> int:
-        """About how many bytes its unit takes in memory."""
+        """Return about how many bytes the run's unit takes in memory."""
         ...
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
-        """All samples of the run's unit. Raises :class:`BadObject`."""
+        """Return all samples of the run's unit. Raise :class:`BadObject` if they cannot be read."""
         ...
 
     def close(self) -> None:
-        """Let go of processes."""
+        """End the processes of the reader."""
         ...
 
 
 def reader_of(files: Files, table: Table, options: SourceOptions) -> Reader:
-    """The reader for these tables."""
+    """Return the reader for these tables."""
     if table.kind.records:
         return _Records(files, table, options)
     if all(layout.stored for layout in table.layouts):
@@ -91,7 +94,7 @@ def reader_of(files: Files, table: Table, options: SourceOptions) -> Reader:
 
 
 class _Extents:
-    """Rows that lie one after another in their files: their place is known, and no library is needed."""
+    """A reader of rows at known offsets in their files. It needs no library."""
 
     labels, numbered, in_order = False, True, False
 
@@ -101,6 +104,8 @@ class _Extents:
         self.fetched, self.skipped = 0, LeftOut()
 
     def _resident(self, file: int, nbytes: int) -> bool:
+        # A small field beside larger ones, such as a label, would cost one request for each unit. Fetched once for the
+        # file it costs one request in all.
         return self._several(file) and bool(nbytes < _SMALL_ROW and nbytes * self._table.rows[file] <= RESIDENT)
 
     def _several(self, file: int) -> bool:
@@ -127,11 +132,12 @@ class _Extents:
             else:
                 body = next(parts)
             rows = np.frombuffer(body, dtype=layout.stored[index]).reshape(run.stop - run.start, *field.sizes)
+            # Little-endian rows stay views of the fetched bytes. Only big-endian files are copied.
             columns[field.name] = rows.astype(field.numpy, copy=False)
         return Block(layout.schema, columns)
 
     def _column(self, file: int, field: Field) -> memoryview:
-        """All of a small field."""
+        """Return all values of a small field of a file, from the cache if possible."""
         body = self._kept.get((file, field.name))
         if body is None:
             offset, count = self._table.offset(file, field.name), field.nbytes * int(self._table.rows[file])
@@ -149,7 +155,7 @@ class _Extents:
 
 
 class _Opened:
-    """Rows that a library finds, which asks for the bytes that it needs."""
+    """A reader of rows through a library, which requests the bytes that it needs."""
 
     labels, numbered, in_order = False, True, False
 
@@ -163,12 +169,15 @@ class _Opened:
         self.fetched, self.skipped = 0, LeftOut()
 
     def wants(self, run: Run) -> list[Want]:
-        if self._at_hand:  # whoever needs them reads them out of the file
+        # The guarded process reads these bytes out of the file of this machine, through a descriptor. Fetching them as
+        # well would read them twice.
+        if self._at_hand:
             return []
         return [Want(item, start, stop) for item, start, stop in self._table.parts_of(run).tolist()]
 
     def nbytes(self, run: Run) -> int:
         row = self._schema.fixed_nbytes if self._schema.is_fixed else 0
+        # Samples that differ in size have no size known here. 1 MiB a run keeps a batch to a few such runs.
         return (run.stop - run.start) * row or 2**20
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
@@ -190,6 +199,8 @@ class _Opened:
             for want, body in zip(self.wants(run), bodies, strict=True)
         ]
         first = int(self._table.starts[run.file])
+        # The bodies were fetched by many threads beforehand. The library asks for them one by one, and is answered out
+        # of memory.
         block: Block = self._open.read(first + run.start, first + run.stop)
         ranges.given = []
         self.fetched += ranges.fetched - before
@@ -202,7 +213,8 @@ class _Opened:
 
 
 class _Records:
-    """Files of records, whole or by those parts of them that an index names, in memory while they are read."""
+    """A reader of files of records: complete files, or the parts that an index names. Both are in memory while they are
+    read."""
 
     def __init__(self, files: Files, table: Table, options: SourceOptions) -> None:
         self._files, self._table, self._kind, self._options = files, table, table.kind, options
@@ -243,6 +255,7 @@ class _Records:
             block = self._by_path(bodies, called(self._files, run.file, self._kind), run.file)
         else:
             if self._kind.name == "tar" and not table.file_is_unit:
+                # The unit is a part of the archive without the end mark that a tar reader looks for.
                 bodies.append(memoryview(bytes(_TAR_END)))
             body = bodies[0] if len(bodies) == 1 else b"".join(bodies)
             file = SourceFile(
@@ -253,12 +266,14 @@ class _Records:
             self._note(run.file, source)
             blocks = list(source.blocks())
             block = Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
+        # An index beside the file may be old or forged. Other counts would shift samples against the numbers of their
+        # draws.
         if not table.file_is_unit and len(block) != run.stop - run.start:
-            raise BadObject(f"{item.key!r} holds other records than its index says")
+            raise BadObject(f"{item.key!r} has other records than its index says")
         return block
 
     def _note(self, file: int, source: RecordFile | RandomAccess) -> None:
-        """Keep what is not taken of a file that was opened."""
+        """Remember the data of an opened file that is in no sample."""
         if self._table.file_is_unit:
             several = len(self._table.rows) > 1
             self.skipped.update(of_file(self._files.name(file), source.skipped) if several else source.skipped)
@@ -267,6 +282,7 @@ class _Records:
         options = records_options(self._options, self._kind)
         with nameless() as (fd, path):
             while bodies:
+                # Each body is released once it is in the file. Otherwise the archive would be in memory twice.
                 write_body(fd, bodies.pop(0))
             with renamed(path, name):
                 source = open_at(path, self._kind, options, self._table.ours)

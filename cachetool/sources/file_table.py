@@ -1,18 +1,18 @@
-"""Which samples the files of a source hold, on disk beside its listing: how many rows, where, and fetched how.
+"""The tables of a listing of files: which samples each file holds, where they are, and how they are fetched.
 
 ::
 
     table.json     kind, options that choose fields, distinct layouts, files left out, sizes and ETags that the listing
                    does not tell; written last
     rows.npy       int64 (files,)          samples of each file
-    chunk.npy      int64 (files,)          of which so many are one unit; 0: as in cuts.npy
-    layout.npy     int32 (files,)          which of the layouts of table.json
-    offsets.npy    int64 (files, fields)   where the first row of each field lies, -1 when a library has to find it;
-                                           fields in the order of the first file, which others need not have
-    parts.npy      int64 (parts, 5)        file, first row, object, start and stop of what a unit is fetched by
+    chunk.npy      int64 (files,)          samples in one unit of the file; 0: see cuts.npy
+    layout.npy     int32 (files,)          index of the file's layout in table.json
+    offsets.npy    int64 (files, fields)   offset of the first row of each field, -1 when a library has to find it;
+                                           fields in the order of the first file, which other files need not have
+    parts.npy      int64 (parts, 5)        file, first row, object, start and stop of the bytes to fetch for a unit
     cuts.npy       int64 (units of files whose units differ,)   samples of each
 
-Files are numbered as the listing has them, by key; samples one file after another.
+Files have the numbers of the listing, which is sorted by key. Samples are numbered file after file.
 """
 
 from __future__ import annotations
@@ -42,62 +42,62 @@ from cachetool.sources.rows import UNIT_BYTES
 __all__ = ["Layout", "Run", "Table", "write_table"]
 
 IN_ORDER_BYTES = BLOCK_BYTES
-"""The same where all rows are read in order."""
+"""Bytes of a unit where all rows are read in order."""
 _VERSION = 1
 _Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all files of one kind of rows have in common."""
+    """The facts that all files of one kind of rows have in common."""
 
     schema: Schema
     stored: tuple[np.dtype[Any], ...]
-    """The dtype of each field in the file; empty when a library has to read it."""
+    """The dtype of each field in the file. Empty if a library has to read the file."""
     names: dict[str, str]
-    """What the file calls fields that have another name."""
+    """Names in the file of fields that have another name, by the name of the field."""
     packing: dict[str, Packing]
-    """The CF attributes of fields whose numbers stand for others: of files of one series they differ."""
+    """The CF attributes of fields whose numbers stand for other values. They differ between files of one series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some draws that follow each other and lie in one unit."""
+    """Consecutive draws of one unit."""
 
     first: int
-    """Position of the first in the array that was asked for."""
+    """Position of the first draw in the array that the caller passed."""
     file: int
     start: int
     stop: int
-    """Rows of the unit, in its file."""
+    """``start`` to ``stop``: rows of the unit in its file."""
     inside: _Numbers
-    """Those of them that are asked for, counted from ``start``, in the order asked for."""
+    """int64: the rows that are asked for, counted from ``start``, in the order asked for."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The tables of a folder, memory-mapped."""
+    """The tables of a folder, mapped into memory."""
 
     kind: Kind
     chosen: dict[str, Any]
     roots: tuple[str, ...]
-    """For Zarr the folder of each; else empty, and the objects of the listing are the files."""
+    """The folder of each Zarr. Empty for other kinds, whose files are the objects of the listing."""
     folders: tuple[str, ...]
-    """For Zarr all folders that hold metadata."""
+    """All folders that hold metadata of Zarr."""
     file_is_unit: bool
-    """Whether a file is one unit, whose samples nobody has counted."""
+    """True if each file is one unit, and its samples were not counted."""
     layouts: tuple[Layout, ...]
-    """Empty for archives and records, whose fields are seen when they are read."""
+    """The layouts of files of rows. Empty for archives and records, whose fields are known only when they are read."""
     piece: int
     mean: int
-    """Bytes of a sample's values, by the first; 0 where nobody looked."""
+    """Bytes of the values of the first sample. 0: no sample was looked at."""
     in_order: bool
-    """Whether rows were counted on to be read from the first to the last."""
+    """True if the files were listed to be read from the first row to the last."""
     skipped: tuple[tuple[str, str], ...]
     ours: Exported | None
-    """What files hold that ``cachetool convert --out`` wrote; None for those of others."""
+    """The contents of files that ``cachetool convert --out`` wrote. None for other files."""
     seen: Seen
-    """Which content of their objects the tables are of, where the listing does not tell it."""
+    """Size and ETag of the objects that the tables describe, where the listing does not tell them."""
     rows: _Numbers
     chunk: _Numbers
     layout: npt.NDArray[np.int32]
@@ -105,13 +105,13 @@ class Table:
     cuts: _Numbers
     parts: _Numbers
     starts: _Numbers
-    """The number of the first sample of each file, and the number of samples."""
+    """int64 (files + 1,): the number of the first sample of each file, and the number of all samples."""
     cut_bounds: _Numbers
-    """The first of the cuts of each file, and the one behind its last, (files, 2)."""
+    """int64 (files, 2): index of the first entry of each file in ``cuts``, and the index behind its last entry."""
 
     @classmethod
     def open(cls, folder: Path) -> Table:
-        """Map the tables in ``folder``. Raises :class:`CorruptError` when they are none."""
+        """Map the tables in ``folder``. Raise :class:`CorruptError` if they are damaged or missing."""
         names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
         with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
             layouts = tuple(
@@ -123,6 +123,8 @@ class Table:
                 )
                 for layout in about["layouts"]
             )
+        # Only files with chunk 0 have entries in cuts.npy. Their bounds are found from the sums of samples, so no index
+        # is stored.
         counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
         return cls(
             kind=kind_named(about["kind"]),
@@ -150,14 +152,15 @@ class Table:
         """Raise :class:`UsageError` for options that would choose other fields than these tables hold."""
         if chosen(options) != self.chosen:
             raise UsageError(
-                f"{url} was listed with other --fields, --rename, --decode or --value-format; give the same, or use"
-                " another --dataset or cache"
+                f"{url} was listed with other --fields, --rename, --decode or --value-format; give the same"
+                " options, or use another --dataset or cache"
             )
 
     def unit_sizes(self) -> _Numbers | int:
-        """Samples of each unit; the number of units when each is one sample."""
+        """Return the number of samples of each unit, or the number of units if each unit is one sample."""
         if self.file_is_unit:
             return len(self.rows)
+        # Units of one sample need no array of sizes, and their order is then computed instead of stored.
         if not len(self.cuts) and (self.chunk == 1).all():
             return int(self.starts[-1])
         parts = []
@@ -173,23 +176,24 @@ class Table:
         return np.concatenate(parts)
 
     def _cuts_of(self, file: int) -> _Numbers:
-        """Samples of each unit of a file whose units differ."""
+        """Return the number of samples of each unit of a file whose units differ."""
         first, last = self.cut_bounds[file]
         return self.cuts[first:last]
 
     def parts_of(self, run: Run) -> _Numbers:
-        """Object, start and stop of what is known to be fetched for a run, (parts, 3)."""
+        """Return object, start and stop of the known bytes to fetch for a run, int64 (parts, 3)."""
+        # write_table sorted the parts by file and row, so two binary searches find them among up to 2^19 parts a file.
         first, last = np.searchsorted(self.parts[:, 0], [run.file, run.file + 1])
         rows = self.parts[first:last, 1]
         a, b = np.searchsorted(rows, [run.start, run.stop])
         return self.parts[first + a : first + b, 2:]
 
     def offset(self, file: int, name: str) -> int:
-        """Where the first row of a field lies in its file."""
+        """Return the offset in bytes of the first row of a field in its file."""
         return int(self.offsets[file, self.layouts[0].schema.names.index(name)])
 
     def runs(self, samples: _Numbers) -> list[Run]:
-        """``samples`` in the order given, cut wherever the unit changes."""
+        """Return ``samples`` in the given order as runs, with a cut wherever the unit changes."""
         if self.file_is_unit:
             return [Run(at, int(file), 0, 0, np.zeros(1, np.int64)) for at, file in enumerate(samples)]
         files = np.searchsorted(self.starts, samples, side="right") - 1
@@ -207,7 +211,9 @@ class Table:
         changes = np.flatnonzero((np.diff(files) != 0) | (np.diff(start) != 0)) + 1
         firsts = [0, *changes.tolist()] if len(samples) else []
         lasts = [*changes.tolist(), len(samples)]
-        if self.in_order and not (self.kind.records and len(self.parts)):  # the rows alone, not all of their unit
+        if self.in_order and not (self.kind.records and len(self.parts)):
+            # The process that reads in order reads every row once, so a run has only its own rows. Whole units would be
+            # read again by the next run.
             start, stop = rows.copy(), rows.copy()
             for a, b in zip(firsts, lasts, strict=False):
                 start[a], stop[a] = rows[a:b].min(), rows[a:b].max() + 1
@@ -218,8 +224,10 @@ class Table:
 
 
 def chosen(options: SourceOptions) -> dict[str, Any]:
-    """The options that decide which rows and fields there are."""
+    """Return the options that decide which rows and fields there are, as plain values."""
     fields = None if options.fields is None else list(options.fields)
+    # The tables depend on --decode only for cf. Images are decoded after the read, so other values must not make the
+    # tables unusable.
     decoded = {"decode": "cf"} if options.decode == "cf" else {}
     facts = {"fields": fields, "rename": dict(options.rename), "values": options.value_format, "rows": options.rows}
     return facts | decoded
@@ -241,7 +249,7 @@ def write_table(
     mean: int = 0,
     in_order: bool = False,
 ) -> None:
-    """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
+    """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each file is one unit."""
     layouts: dict[str, int] = {}
     layout, chunk, cuts = [], [], []
     names = Schema.from_json(facts[0].schema).names if facts and facts[0].schema else ()
@@ -249,6 +257,7 @@ def write_table(
         stored = list(file_facts.stored.values()) if len(file_facts.stored) == len(file_facts.schema) else []
         if file_facts.schema:
             about_rows = {"schema": file_facts.schema, "stored": stored}
+            # Many files share a layout. Its JSON text is the key by which equal layouts are stored once.
             text = json.dumps(about_rows | {"names": file_facts.names, "packing": file_facts.packing})
             layout.append(layouts.setdefault(text, len(layouts)))
         if file_facts.cuts is not None:
@@ -282,6 +291,8 @@ def write_table(
         "ours": None if ours is None else ours.to_json(),
         "seen": [[number, *identity] for number, identity in (seen or {}).items()],
     }
+    # Written last, by a rename: a folder with this file has all other tables. No fsync, because a listing that a power
+    # cut destroys is made again.
     with replacing(folder / TABLE_FILE, durable=False) as file:
         file.write(json.dumps(about).encode())
 
@@ -289,4 +300,5 @@ def write_table(
 def _unit_rows(facts: FileFacts, unit_bytes: int) -> int:
     schema = Schema.from_json(facts.schema)
     row = schema.fixed_nbytes if schema.is_fixed else max(schema.fixed_nbytes, facts.row)
+    # A unit is whole chunks, because a chunk is always fetched completely.
     return facts.chunk * max(1, unit_bytes // max(1, facts.chunk * row)) if row else facts.chunk

@@ -1,11 +1,11 @@
-"""Files of many samples as a source: draws cut into runs of one unit, parts fetched with many requests in flight.
+"""Files of many samples as a source: draws become runs of one unit, and their bytes are fetched with many requests.
 
 ::
 
     draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
-      -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
+      -> threads: ranged GETs -> bytes, by offsets or through the guarded process -> rows in drawn order -> results
 
-:class:`Batch` has the runs that become one piece, and the requests that fetch their parts: neighbours in one.
+A :class:`Batch` has the runs that become one result, and the requests that fetch their parts: neighbours share one.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ __all__ = ["Batch", "Body", "Get", "MAX_RUNS", "MOST", "batch_of", "deliver", "o
 
 
 GAP = 4 * 2**10
-"""Bytes between two parts that are fetched along rather than asked for apart."""
+"""Largest gap in bytes between two parts that one request fetches, with the gap, instead of two requests."""
 MOST = 8 * 2**20
-"""Bytes of one request, unless one part is larger."""
+"""Bytes of one request, unless a single part is larger."""
+# Runs of a few bytes would otherwise fill a batch by the hundred thousands before it has 8 MiB.
 MAX_RUNS = 4096
 
 
 @dataclass(slots=True)
 class Get:
-    """One request: the parts of a batch that lie side by side in one object."""
+    """One request: the parts of a batch that are neighbours in one object."""
 
     item: int
     start: int
     stop: int
     parts: list[tuple[int, int]] = field(default_factory=list)
-    """Run and part of the run."""
+    """Number of the run in the batch, and number of the part in the run."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Runs that become one piece."""
+    """Runs that become one result."""
 
     runs: list[Run]
     wants: list[list[Want]]
@@ -75,7 +76,7 @@ class Batch:
     bodies: list[list[memoryview]]
     errors: dict[int, BadObject | NotFound] = field(default_factory=dict)
     misfits: dict[int, MisfitRows] = field(default_factory=dict)
-    """By the number of a run: some of its rows are no samples. Its block has the others."""
+    """Rows that are no samples, by the number of their run. The run's block has the other rows."""
     fetched: int = 0
     missing: int = 0
 
@@ -84,7 +85,7 @@ Body = memoryview | BadObject | NotFound
 
 
 def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObject | NotFound]) -> Batch:
-    """The batch of these runs; ``errors`` are known before. Parts that lie side by side become one request."""
+    """Return the batch of these runs. ``errors`` were known before the fetch. Neighbouring parts become one request."""
     parts = sorted(
         (want.item, want.start, want.stop, number, part)
         for number, run_wants in enumerate(wants)
@@ -94,17 +95,20 @@ def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObje
     for item, start, stop, number, part in parts:
         last = gets[-1] if gets else None
         near = last is not None and last.item == item and start - last.stop <= GAP
+        # A request costs about as much as 64 KiB of transfer, so up to 4 KiB of gap are fetched along. 8 MiB bound the
+        # memory of one request.
         if last is not None and near and max(stop, last.stop) - last.start <= MOST:
             last.stop = max(stop, last.stop)
             last.parts.append((number, part))
         else:
             gets.append(Get(item, start, stop, [(number, part)]))
     bodies = [[memoryview(b"")] * len(run_wants) for run_wants in wants]
+    # A batch without parts gets one empty request, because _Batches yields a batch when its last request is answered.
     return Batch(runs, wants, gets or [Get(0, 0, 0)], bodies, errors)
 
 
 def deliver(batch: Batch, get: Get, body: Body) -> None:
-    """Hand what a request brought to the parts it was for."""
+    """Give the answer of a request to the parts that it is for."""
     if isinstance(body, memoryview):
         batch.fetched += len(body)
     for number, part in get.parts:
@@ -116,8 +120,10 @@ def deliver(batch: Batch, get: Get, body: Body) -> None:
 
 
 AHEAD = 128 * 2**20
-"""Bytes that may be in flight or waiting for their turn."""
+"""Bytes that may be in flight or wait for their turn."""
 _PROBED = 8
+# Runs in the first batch of a caller that waits for samples. Later batches double, so the first samples arrive soon and
+# requests stay large.
 _FIRST_RUNS = 8
 _PROBED_BYTES = 64 * 2**20
 
@@ -127,8 +133,11 @@ _Numbers = npt.NDArray[np.int64]
 def open_files_source(
     store: Store, folder: Path, options: SourceOptions, *, url: str, local: Path | None = None, number: bool = True
 ) -> FilesSource:
-    """The source whose files were listed into ``folder``; takes over ``store``. ``url`` is what to call it, ``local``
-    where it lies on this machine, if it does. ``number``: whether samples without a key get one of file and row."""
+    """Return the source whose files were listed into ``folder``. It takes over ``store``.
+
+    ``url`` is the source's name in messages, and ``local`` its folder on this machine or None. ``number``: give
+    samples without a key one made of file and row.
+    """
     table = Table.open(folder)
     table.refuse_others(options, url)
     listing = Listing.open(folder)
@@ -136,15 +145,16 @@ def open_files_source(
 
 
 class FilesSource:
-    """See :class:`cachetool.sources.base.Source`."""
+    """A source of files of many samples; see :class:`cachetool.sources.base.Source`."""
 
     def __init__(self, files: Files, table: Table, options: SourceOptions, url: str, *, number: bool = True) -> None:
-        """Made by :func:`open_files_source`."""
+        """Create the source. Call :func:`open_files_source` instead."""
         listing, store = files.listing, files.store
         self._store, self._table, self._options, self._files = store, table, options, files
         self._blame = Blame(store, files.item, listing.objects)
         kind = table.kind.name
-        # Members of tar files say what they are, and the values of a database may be declared to be images.
+        # Members of tar files say by their names what they are, and values of a database may be declared to be images.
+        # Both are decoded by their readers.
         self._images = options.decodes_images and kind != "tar" and options.value_format != "image"
         self._sparse = kind == "tfrecord" and table.ours is None
         self._number = options.key and number
@@ -171,11 +181,13 @@ class FilesSource:
         part: int = 0,
         cut: int = 1,
     ) -> PartOrder:
-        """Units in a seeded order, then the rows of each. Files do not grow: there are no ``segments``."""
+        """Return the units in a seeded order, then the rows of each unit. Files do not grow, so ``segments`` is
+        ignored."""
         return self._order(seed=seed, pass_number=pass_number, sequential=sequential, part=part, cut=cut)
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
-        """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
+        """Return the schema that all files share. The size of samples, and the fields of archives, are taken from a few
+        units."""
         probe = self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad)
         skipped = (*self.skipped, *self._reader.skipped.listed())
         left_out = tuple(entry for entry in skipped if entry[1] != NOT_ASKED)
@@ -184,10 +196,12 @@ class FilesSource:
     def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
         if self._options.decode == "cf" and not any(layout.packing for layout in self._table.layouts):
             raise UsageError(
-                f"--decode cf finds nothing to decode in {self.url}: no field taken has the attributes"
+                f"--decode cf finds nothing to decode in {self.url}: no chosen field has the attributes"
                 f" {', '.join(ATTRIBUTES[1:])} of HDF5, netCDF4 or Zarr;\nleave --decode out"
             )
         if self._table.layouts and (self._table.in_order or not self._table.kind.records):
+            # The first file of each layout, for messages: write_table numbered the layouts in the order in which they
+            # first occur.
             firsts = np.flatnonzero(np.diff(np.maximum.accumulate(self._table.layout), prepend=-1))
             layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
             by_name = [(self._called(file), layout.schema) for file, layout in layouts]
@@ -196,6 +210,8 @@ class FilesSource:
                 raise self._no_images(schema)
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
+            # A conversion writes all samples under one schema, so every image is looked at. A pull draws at random and
+            # looks at a few.
             if self._images and self._table.in_order:
                 return self._all_images(schema)
             if self._table.mean:
@@ -205,6 +221,7 @@ class FilesSource:
         names: list[str] = []
         first_error: Exception | None = None
         looked = fetched = 0
+        # A unit that is an archive may have gigabytes, so eight of them, or 64 MiB, must be enough.
         for unit in units[: _PROBED if self._table.file_is_unit else len(units)]:
             for batch in self._fetched(np.array([unit])):
                 run_blocks = self._blocks(batch)
@@ -226,7 +243,7 @@ class FilesSource:
         return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
 
     def _all_images(self, schema: Schema) -> Probe:
-        """The schema that holds the images of all samples, which are looked at one block after another."""
+        """Return the schema that holds the images of all samples, after looking at them block after block."""
         images, nbytes = ImageSurvey(schema, self._options.pixels), 0
         with contextlib.closing(self._fetched(np.arange(self.units, dtype=np.int64))) as batches:
             for piece in self._pieces(batches, schema, skip_bad=False):
@@ -240,7 +257,7 @@ class FilesSource:
         return Probe(images.schema, -(-nbytes // max(1, self.units)))
 
     def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
-        """The first samples of ``units``: a few, but as many as there are where images are to be looked at."""
+        """Return the first samples of ``units``: eight of them, or all if images are to be looked at, up to 64 MiB."""
         blocks, nbytes = [], 0
         with contextlib.closing(self._fetched(units if self._images else units[:_PROBED])) as batches:
             for piece in self._pieces(batches, schema, skip_bad=skip_bad):
@@ -260,7 +277,7 @@ class FilesSource:
         return Probe(schema, -(-nbytes // max(1, count)), per_unit)
 
     def _no_images(self, schema: Schema) -> UsageError:
-        why = "no field of bytes begins as JPEG, PNG, WebP, GIF or TIFF do"
+        why = "no field of bytes begins like a JPEG, PNG, WebP, GIF or TIFF"
         return no_images(self.url, self._options.decode, schema, why)
 
     def read(
@@ -272,7 +289,7 @@ class FilesSource:
         block_bytes: int = BLOCK_BYTES,
         hurry: Hurry = unhurried,
     ) -> Reading:
-        """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
+        """Return the samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
         numbers, growing = np.asarray(units, dtype=np.int64), hurry() is not None
         batches = _Batches(self._fetcher, self._batches(numbers, block_bytes, growing=growing))
         pieces = self._pieces(batches, schema, skip_bad=skip_bad)
@@ -284,7 +301,7 @@ class FilesSource:
         return Reading(batches.fetching, pieces)
 
     def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[ReadResult]:
-        """Samples as they are read, images as the bytes that they are."""
+        """Yield the samples as they are read. Images are still encoded bytes."""
         for batch in batches:
             blocks: list[Block] = []
             draws, skipped = [], []
@@ -293,8 +310,9 @@ class FilesSource:
             failed: BadObject | NotFound | None = None
             for number, (run, block) in enumerate(zip(batch.runs, run_blocks, strict=True)):
                 error = batch.errors.get(number)
+                # A file without samples has no schema that could fit the dataset's.
                 if error is None and self._table.file_is_unit and not len(block):
-                    continue  # a file without samples has no schema that could fit
+                    continue
                 misfits = _asked(run, batch.misfits.get(number))
                 if misfits is not None and not skip_bad:
                     error = misfits
@@ -321,6 +339,7 @@ class FilesSource:
                     draws.append(np.repeat(first, len(block)) if self._table.file_is_unit else first)
             block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
             at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
+            # The samples before the error are returned first. The caller can so commit them before the pull ends.
             if blocks or failed is None:
                 yield ReadResult(block, at, done, tuple(skipped), batch.fetched)
             if failed is not None:
@@ -328,19 +347,24 @@ class FilesSource:
 
     @property
     def skipped(self) -> tuple[tuple[str, str], ...]:
-        """What of the files is in no sample: name and reason."""
+        """Data of the files that is in no sample: name and reason."""
         note = "" if self._options.decode == "cf" else described([layout.packing for layout in self._table.layouts])
         return ((NOTE, note), *self._table.skipped) if note else self._table.skipped
 
     @property
     def in_order(self) -> bool:
-        """Whether only who reads all samples in order reads fast."""
+        """True if reading is fast only from the first sample to the last."""
         return self._reader.in_order
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
-        """Compare the ``checksums``, (fields, samples), of the samples from ``start`` on with those that lie beside
-        files of ours. Raises :class:`CorruptError` naming file, sample and field."""
+        """Compare the checksums of samples with those that were stored beside exported files.
+
+        ``checksums``, uint64 (fields, samples), are of the samples from ``start`` on. Raise :class:`CorruptError`
+        that names file, sample and field.
+        """
         ours, starts = self._table.ours, self._table.starts
+        # The stored checksums are of all fields, as they were written. With chosen, renamed or decoded fields there is
+        # nothing to compare.
         chosen = self._options.fields is None and not self._options.rename and self._options.decode is None
         if ours is None or not chosen or len(checksums) != len(ours.schema):
             return
@@ -353,7 +377,7 @@ class FilesSource:
             done += count
 
     def close(self) -> None:
-        """Let go of threads, processes and connections."""
+        """Close threads, processes and connections."""
         self._fetcher.close()
         self._reader.close()
         self._store.close()
@@ -362,7 +386,8 @@ class FilesSource:
         return _Batches(self._fetcher, self._batches(units, BLOCK_BYTES))
 
     def _batches(self, units: _Numbers, block_bytes: int, *, growing: bool = False) -> Iterator[Batch]:
-        """Runs put together; ``growing``: a few in the first, then ever more, so that something is there soon."""
+        """Yield runs put together in batches. ``growing``: begin with a small batch and double, so that the first
+        samples arrive soon."""
         most = min(block_bytes, MOST)
         together = _FIRST_RUNS if growing else MAX_RUNS
         runs: list[Run] = []
@@ -371,6 +396,7 @@ class FilesSource:
         total = 0
         for run in self._table.runs(units):
             want, nbytes, error = self._wanted(run)
+            # A file that is one unit is a batch by itself: it may have gigabytes, and its samples must be in one block.
             if runs and (total + nbytes > most or len(runs) >= together or self._table.file_is_unit):
                 yield batch_of(runs, wants, errors)
                 together = min(MAX_RUNS, 2 * together)
@@ -384,7 +410,8 @@ class FilesSource:
             yield batch_of(runs, wants, errors)
 
     def _wanted(self, run: Run) -> tuple[list[Want], int, BadObject | NotFound | None]:
-        """What to fetch for a run and what it takes; the size of its file may have to be asked for, and be refused."""
+        """Return the parts to fetch for a run and their bytes in memory, or an error. The store may be asked for the
+        file's size, and may refuse."""
         try:
             return self._reader.wants(run), self._reader.nbytes(run), None
         except (BadObject, NotFound) as error:
@@ -393,6 +420,7 @@ class FilesSource:
             return [], 0, self._blame.of(error)
 
     def _fetch(self, get: Get, stop: threading.Event) -> Body:
+        # After an error the results of later requests are not needed, so those that have not begun are not sent.
         if get.stop <= get.start or stop.is_set():
             return memoryview(b"")
         try:
@@ -406,7 +434,7 @@ class FilesSource:
         return body
 
     def _blocks(self, batch: Batch) -> list[Block]:
-        """The samples of each run, an empty block where it failed."""
+        """Return the samples of each run, with an empty block for a run that failed."""
         out = []
         fetched = self._reader.fetched
         for number, run in enumerate(batch.runs):
@@ -419,6 +447,8 @@ class FilesSource:
                         batch.misfits[number], block = error, error.block
                     if not self._table.file_is_unit and not _in_order(run):
                         block = block.take(run.inside)
+                    # Labels and keys are added while the rows of misfits are still there: keys are counted by the run's
+                    # draws.
                     block = self._completed(run, block)
                     if number in batch.misfits:
                         block = block.take(np.flatnonzero(~_is_misfit(run, batch.misfits[number])))
@@ -428,18 +458,19 @@ class FilesSource:
                 except (BadObject, NotFound) as error:
                     batch.errors[number] = error
             out.append(Block.from_samples(_NOTHING, []) if block is None or number in batch.errors else block)
+            # The fetched bytes of this run are released before the next one is decoded.
             batch.bodies[number] = []
         batch.fetched += self._reader.fetched - fetched
         return out
 
     def _completed(self, run: Run, block: Block) -> Block:
-        """With the label and the key."""
+        """Return the block with label and key."""
         columns: dict[str, Column] = dict(block.columns)
         fields = list(block.schema)
         if self._options.label_from_folder and not self._reader.labels:
             folder = folder_of(self._files.name(self._object(run.file)))
             if not folder:
-                raise BadObject(f"{self._called(run.file)!r} lies in no folder, which --label-from-folder could take")
+                raise BadObject(f"{self._called(run.file)!r} is in no folder, so --label-from-folder finds no label")
             if self._options.label_from_folder == "int":
                 columns[LABEL] = np.full(len(block), self._options.classes.index(folder), dtype="<i8")
             else:
@@ -460,21 +491,21 @@ class FilesSource:
             if name not in rows and name != LABEL:
                 for file, why in self._table.skipped:
                     if file == name or file.endswith(f": {name}"):
-                        raise UsageError(f"field {name!r} cannot be taken: {why}")
-                raise UsageError(f"no field {name!r}; there is {', '.join(rows.names)}")
+                        raise UsageError(f"field {name!r} cannot be read: {why}")
+                raise UsageError(f"unknown field {name!r}; choose one of {', '.join(rows.names)}")
         return Schema((*rows, *more))
 
     def _refuse_unknown(self, rows: Schema) -> None:
-        """Raise :class:`UsageError` for a field to leave out that is in no file; tar files see to that themselves."""
+        """Raise :class:`UsageError` for a field to leave out that is in no file. Tar files check this themselves."""
         if self._table.kind.name == "tar":
             return
         skipped = [name for name, _ in self._table.skipped]
         old = {new: name for name, new in self._options.rename.items()}
         for new in sorted(self._options.dropped if "..." not in skipped else ()):
             name = old.get(new, new)
-            # ``a`` may be all of the columns ``a.b``.
+            # ``a`` may stand for all of the columns ``a.b``, as Parquet names the fields of a structure.
             if not any(f"{entry}.".startswith(f"{name}.") or f": {name}." in f"{entry}." for entry in skipped):
-                raise UsageError(f"no field {new!r} to leave out; there is {', '.join(rows.names)}")
+                raise UsageError(f"unknown field {new!r} to leave out; choose one of {', '.join(rows.names)}")
 
     def _object(self, file: int) -> int:
         return 0 if self._table.roots else file
@@ -485,7 +516,7 @@ class FilesSource:
         return self._files.name(file)
 
     def _row_name(self, sample: int) -> str:
-        """What a sample is called that has no key."""
+        """Return a name for a sample that has no key: file and row."""
         file = int(np.searchsorted(self._table.starts, sample, side="right")) - 1
         return f"{self._called(file)}#{sample - int(self._table.starts[file])}"
 
@@ -497,7 +528,7 @@ class FilesSource:
 
 
 class _Batches:
-    """Batches in order, their parts fetched: an iterator, whose requests are made from the beginning."""
+    """An iterator over batches whose parts are fetched. The first requests are made when it is created."""
 
     def __init__(self, fetcher: Fetcher[Get, Body], batches: Iterator[Batch]) -> None:
         self._begun: deque[Batch] = deque()
@@ -511,6 +542,8 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         for body in self.fetching:
+            # Answers arrive in the order of the requests, so the next answer always belongs to the first batch that is
+            # not complete.
             batch = self._begun[0]
             deliver(batch, batch.gets[len(batch.gets) - batch.missing], body)
             batch.missing -= 1
@@ -518,7 +551,7 @@ class _Batches:
                 yield self._begun.popleft()
 
     def close(self) -> None:
-        """Cancel what is in flight."""
+        """Cancel the requests in flight."""
         self.fetching.close()
 
 
@@ -526,12 +559,12 @@ _NOTHING = Schema((Field("nothing", "bytes"),))
 
 
 def _is_misfit(run: Run, error: MisfitRows) -> npt.NDArray[np.bool_]:
-    """Mark the draws of a run that are no samples."""
+    """Return a mask of the draws of a run that are no samples."""
     return np.isin(run.start + run.inside, list(error.misfits))
 
 
 def _asked(run: Run, error: MisfitRows | None) -> MisfitRows | None:
-    """The error for the rows of a run that are asked for; None when all of these are good."""
+    """Return the error for the rows of a run that are asked for, or None if these rows are good."""
     if error is None or not (is_misfit := _is_misfit(run, error)).any():
         return None
     return error.of((run.start + run.inside[is_misfit]).tolist())

@@ -1,17 +1,18 @@
-"""Which names of a folder of objects make its samples, decided once all of them are known.
+"""The decision which names of a folder of objects make its samples. It is taken when all names are known.
 
 Files that are no samples
-    A *field* is what :class:`~cachetool.sources.keys.Stem` makes of a name. Fields that occur more than twice, and more
-    than a tenth as often as the most frequent one, are those of samples (a hundredth, when both are images, or both
-    audio, video or volumes: these may be samples that were saved in another way). A key without any such field is left
-    out and named, when these keys are few: at most a third of the others. ``README.md`` and other names that only
-    describe files never count, and lists such as ``labels.csv`` do not, where there are one or two. With ``--fields`` a
-    key that can have none of the fields asked for is left out, too.
+    A *field* is what :class:`~cachetool.sources.keys.Stem` makes of a name. A field belongs to samples if it occurs
+    more than twice, and more than a tenth as often as the most frequent field. For two fields that are both images,
+    or both audio, video or volumes, a hundredth is enough: these may be samples that were saved in another way.
+    A key without any such field is left out and named, if these keys are few: at most a third of the others.
+    ``README.md`` and other names that only describe files never count. Lists such as ``labels.csv`` do not count if
+    there are one or two. With ``--fields`` a key that can have none of the chosen fields is left out, too.
 
 Names with more dots
-    Without ``--stem`` names are cut at the first dot. When what lies between the first and the last dot are numbers
-    (``2024.01.05.npy``, ``t=0.5.npy``), or nearly as many texts as names, and all of these names have one extension,
-    they are cut at the last dot, and a note says so. A reading that would be nonsense is an error.
+    Without ``--stem`` names are cut at the first dot. They are cut at the last dot, and a note says so, if two
+    things hold. All names have one extension. The texts between the first and the last dot are numbers
+    (``2024.01.05.npy``, ``t=0.5.npy``), or there are nearly as many texts as names. A reading that would make no
+    sense is an error.
 
 Later parts of a listing, and a refreshed one, keep the fields that the first part kept.
 """
@@ -32,21 +33,21 @@ from cachetool.stores.base import LeftOut
 __all__ = ["ALIEN", "Dots", "Grouping", "Kept", "Record", "describes", "family"]
 
 Record = tuple[bytes, bytes, int, bytes]
-"""Sample key, key, size, ETag; as bytes, by which they are sorted."""
+"""Sample key, key, size in bytes, ETag. Keys and ETags are bytes, because records are sorted by bytes."""
 _Fields = frozenset[tuple[str, str]]
 Kept = tuple[tuple[str, str], ...]
-"""Fields of samples: name, and the kind of objects that hold several fields, else an empty text."""
+"""Fields of samples: name, and the kind of objects that hold several fields, or an empty text."""
 
 ALIEN = "shares no field with the samples"
 _DESCRIBES = "describes other files"
 _NOT_ASKED = "has none of the fields asked for"
 _MOST = 2**16
-"""Different fields that are counted; with more nothing is left out."""
+"""Number of different fields that are counted. If there are more, no name is left out."""
 _MOST_KEPT = 1000
 _FEW = 2
-"""So many files of one name or field may be no samples, however few the samples are."""
+"""Number of files of one name or field that may be no samples, however few samples there are."""
 _MANY = 20
-"""Different texts between dots that are no names of fields any more, when most occur once."""
+"""Number of different texts between dots that can no longer be names of fields, if most occur once."""
 
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|contributing)([_-][a-z-]+)?"
@@ -55,19 +56,19 @@ _ABOUT = re.compile(
     r"|(check|md5|sha1|sha224|sha256|sha384|sha512)sums?(\.txt)?",
     re.IGNORECASE,
 )
-"""Names that never count."""
+"""Names that only describe other files and never count."""
 _STARTS = frozenset(("re", "li", "co", "no", "ch", "ci", "au", "th", "eh", "de", "_s", "da", "fe", "md", "sh"))
-"""How they begin."""
+"""The first two letters of the names of ``_ABOUT``. They reject nearly all names without the regular expression."""
 _LIST = re.compile(
     r"(labels?|classes|class_?names|names|categories|annotations?|captions|metadata|manifest|meta|index|stats|info"
     r"|splits?|train|val|valid|validation|test|notes|predefined_classes|wnids|words)\.[a-z]{2,5}",
     re.IGNORECASE,
 )
-"""Names that often list or describe samples: such a file with only some of the fields of samples is none."""
+"""Names that often list or describe samples. Such a file is no sample if it has only some of the samples' fields."""
 _LIST_STARTS = frozenset(
     ("la", "cl", "na", "ca", "an", "me", "ma", "in", "st", "sp", "tr", "va", "te", "no", "pr", "wn", "wo")
 )
-"""How they begin."""
+"""The first two letters of the names of ``_LIST``."""
 _FAMILIES = (
     frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "heic", "avif")),
     frozenset(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "wma", "aiff")),
@@ -78,26 +79,30 @@ _NUMBER = re.compile(r"[0-9][0-9._+:TZ -]*(e[+-]?[0-9]+)?")
 
 
 def describes(name: str) -> bool:
-    """Whether the last part of a key is a name that only describes other files, such as ``README.md``."""
-    if name[:2].lower() not in _STARTS:  # of a million names nearly all end here
+    """Return True if the last part of a key is a name that only describes other files, such as ``README.md``."""
+    # A listing may have a million names. Nearly all of them end here, which spares them the regular expression below.
+    if name[:2].lower() not in _STARTS:
         return name.endswith("_stats.json")
     return _ABOUT.fullmatch(name) is not None or name.endswith("_stats.json")
 
 
 def family(extension: str) -> int | None:
-    """Which family of extensions this one belongs to: images, audio, video, volumes; None for another."""
+    """Return the number of the extension's family: images, audio, video or volumes. Return None for other
+    extensions."""
     return next((number for number, names in enumerate(_FAMILIES) if extension.lower() in names), None)
 
 
 class Grouping:
-    """Counts the names of a listing as they arrive, then decides which of them make samples."""
+    """The counts of the names of a listing, and the decision which names make samples."""
 
     def __init__(self, options: SourceOptions, *, kept: Kept | None = None, bounded: bool = True) -> None:
-        """``kept``: the fields of an earlier part of the same listing, which decide; ``bounded``: whether samples that
-        have none of these may only be few."""
+        """Start to count. ``kept``: fields of an earlier part of the listing, which decide.
+
+        ``bounded``: raise if most of the later samples have none of these fields.
+        """
         self.stem = Stem(options.stem or "first")
         self.note = ""
-        """What was decided about the stem, and which option decides otherwise."""
+        """The decision about the stem, and the option that decides otherwise."""
         self.left_out = LeftOut()
         """The names that make no sample, by reason."""
         self._parts: Counter[tuple[str, str]] = Counter()
@@ -113,12 +118,13 @@ class Grouping:
         self._given, self._bounded = kept, bounded
 
     def count(self, key: str, part: Part) -> None:
-        """One more name, and the part of a sample that it is."""
+        """Count a name, and the part of a sample that it stands for."""
         name = key.rpartition("/")[2]
         if describes(name):
             self._about += 1
             return
         field = part.field, part.kind
+        # The number of counters is limited, because names with a number each would make a field of every name.
         if field in self._parts or len(self._parts) <= _MOST:
             self._parts[field] += 1
         if name[:2].lower() in _LIST_STARTS and _LIST.fullmatch(name):
@@ -127,23 +133,27 @@ class Grouping:
             self._dots.count(name)
 
     def field(self, name: str, kind: str) -> tuple[str, str]:
-        """The field that a part of a sample is, by its name after renaming."""
+        """Return the field that a part of a sample stands for, under its name after renaming."""
         return (name, kind) if kind in CONTAINERS else (self._rename.get(name, name), "")
 
     def _count_fields(self) -> None:
-        """Make counts of fields out of those of parts."""
+        """Add up the counts of parts to counts of fields."""
         for (name, kind), count in sorted(self._parts.items()):
             field = self.field(name, kind)
             self._counts[field] += count
             self._families.setdefault(field, 0 if kind == "image" else family(name))
+        # One or two lists, such as labels.csv, must not make their extension a field of samples. The counts stay as
+        # they are if nothing else is there: then the lists are the samples.
         without = self._counts.copy()
         for (_, name, kind), count in self._lists.items():
             without[self.field(name, kind)] -= count if count <= _FEW else 0
         self._counts = +without or self._counts
 
     def restem(self, url: str) -> bool:
-        """Decide where names are cut; True when it is another place, so that all are to be counted again. Raises
-        :class:`UsageError` for names of which nobody can say it."""
+        """Decide where names are cut. Return True if the place changes, so that all names must be counted again.
+
+        Raise :class:`UsageError` for names that no rule can decide.
+        """
         dots, self._dots = self._dots, None
         if dots is None or not (note := dots.decide(url)):
             return False
@@ -155,12 +165,12 @@ class Grouping:
 
     @property
     def kept(self) -> Kept | None:
-        """The fields of samples, for later parts of the listing; None where nobody could say which these are."""
+        """The fields of samples, for later parts of the listing. None if it could not be decided which these are."""
         fields = tuple(sorted(self._chosen(self._frequent())))
         return fields if self._is_sifted and len(fields) <= _MOST_KEPT else None
 
     def _frequent(self) -> _Fields:
-        """The fields that nearly all samples share, or those that an earlier part of the listing kept."""
+        """Return the fields that nearly all samples share, or those that an earlier part of the listing kept."""
         if self._given is not None:
             return frozenset(self._given)
         if not self._counts:
@@ -169,6 +179,8 @@ class Grouping:
         relatives = {self._families[field] for field, count in self._counts.items() if count == most} - {None}
 
         def is_rare(field: tuple[str, str], count: int) -> bool:
+            # A dataset of .jpg may have a few .png that are samples, too. So a field of the same family is rare only
+            # below a hundredth.
             if self._families[field] in relatives:
                 return count <= max(int(most >= 10), most // 100) and count < most
             return count <= _few(most) and count < most
@@ -176,26 +188,33 @@ class Grouping:
         return frozenset(field for field, count in self._counts.items() if not is_rare(field, count))
 
     def _chosen(self, frequent: _Fields) -> _Fields:
-        """Those of the fields, or those asked for where any name has one: what objects of several fields hold, nobody
-        has seen yet."""
+        """Return the chosen fields if any name has one of them, else ``fields`` as they are.
+
+        Objects of several fields (such as JSON) stay, because their fields are unknown before they are read.
+        """
         if self._asked is None or self._given is not None:
             return frequent
         asked = {field for field in self._counts if not field[1] and field[0] in self._asked}
         return frozenset(asked | {field for field in frequent if field[1]}) or frequent
 
     def sifted(self, records: Callable[[], Iterator[Record]], url: str) -> Iterator[Record]:
-        """The sorted records of samples; those of others are named in :attr:`left_out`. Raises :class:`BadObject` where
-        a later part of a listing has other fields than its first part."""
+        """Yield the sorted records of samples, and name the other ones in :attr:`left_out`.
+
+        Raise :class:`BadObject` if a later part of a listing has other fields than its first part.
+        """
         self._count_fields()
         frequent = self._frequent()
         kept = self._chosen(frequent)
         others = sum(count for field, count in self._counts.items() if field not in kept)
         self._is_sifted = bool(kept) and len(self._parts) <= _MOST
+        # In the common case all names are samples, and the records of a million names need no second pass.
         if not self._is_sifted or not (others or self._about or self._lists):
             return records()
         rule = _Rule(self, frequent, kept)
         is_bounded = self._bounded if self._given is not None else kept == frequent
         if is_bounded and 3 * others > sum(self._counts.values()) - others:
+            # Counts of names are not counts of keys: a key may have several of these names. So the keys are counted, in
+            # a pass of their own, only if the names exceed the bound.
             reasons = Counter(rule.why(group) for group in _groups(records()))
             if 3 * reasons[ALIEN] > reasons[""]:
                 if self._given is None:
@@ -203,8 +222,8 @@ class Grouping:
                     return records()
                 names = ", ".join(name or kind for name, kind in sorted(kept))[:200]
                 raise BadObject(
-                    f"{url}: most of the objects listed later have none of the fields of those before ({names});\n"
-                    "choose the samples with --include or --exclude, and another --dataset"
+                    f"{url}: most of the new objects have none of the fields of the objects listed before ({names});\n"
+                    "choose the samples with --include or --exclude, and use another --dataset"
                 )
         return self._sift(records(), rule)
 
@@ -218,7 +237,7 @@ class Grouping:
 
 
 class _Rule:
-    """Says of the objects of one key whether they are a sample."""
+    """A rule that decides if the objects of one key are a sample."""
 
     def __init__(self, grouping: Grouping, frequent: _Fields, kept: _Fields) -> None:
         self._grouping, self._frequent, self._kept = grouping, frequent, kept
@@ -227,7 +246,7 @@ class _Rule:
         self._lists = {name for (name, _, _), count in grouping._lists.items() if count <= _few(most)}
 
     def why(self, group: Sequence[Record]) -> str:
-        """Why they are none; empty for a sample."""
+        """Return why they are no sample, or an empty text for a sample."""
         fields: set[tuple[str, str]] = set()
         are_lists = True
         for _, key, _, _ in group:
@@ -248,7 +267,7 @@ class _Rule:
 
 
 def _few(most: int) -> int:
-    """How often a field may occur that is none of the samples', where the most frequent one occurs so often."""
+    """Return how often a field that is not of samples may occur, if the most frequent field occurs ``most`` times."""
     return max(_FEW, most // 10)
 
 
@@ -258,7 +277,7 @@ def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 class Dots:
-    """Counts what names have between their first and their last dot."""
+    """The counts of the texts that names have between their first and their last dot."""
 
     def __init__(self) -> None:
         self._suffixes: Counter[str] = Counter()
@@ -266,8 +285,10 @@ class Dots:
         self._beside: set[tuple[str, str]] = set()
 
     def count(self, name: str) -> None:
-        """One more name."""
+        """Count a name."""
         stem, _, suffix = name.partition(".")
+        # Limits of 2^16 entries keep the memory small, for names that are all different. Beyond them the counts are a
+        # sample of the names.
         if suffix in self._suffixes or len(self._suffixes) <= _MOST:
             self._suffixes[suffix] += 1
         if "." in suffix:
@@ -277,8 +298,10 @@ class Dots:
             self._beside.add((stem, suffix))
 
     def decide(self, url: str) -> str:
-        """A note when names are to be cut at the last dot, else an empty text. Raises :class:`UsageError` for a reading
-        that would be nonsense."""
+        """Return a note if names must be cut at the last dot, else an empty text.
+
+        Raise :class:`UsageError` for names that make no sense with either cut.
+        """
         extensions: Counter[str] = Counter()
         plain: Counter[str] = Counter()
         numbers = dated = 0
@@ -291,8 +314,8 @@ class Dots:
         count, numbered = extensions.total(), sum(plain[text] for text in ending)
         if numbered >= _MANY and 2 * len(plain) > numbered > 9 * count:
             raise UsageError(
-                f"{url}: {numbered} names end in numbers, such as {shown(min(ending))}, which would be as many"
-                " fields;\nto make each name a sample: --stem '(?P<key>.*?(?P<field>[^/.]+)[.][^/]*)'"
+                f"{url}: {numbered} names end in numbers, such as {shown(min(ending))}, and each number would"
+                " become a field;\nto make each name a sample: --stem '(?P<key>.*?(?P<field>[^/.]+)[.][^/]*)'"
             )
         if not count:
             return ""
@@ -304,40 +327,43 @@ class Dots:
         are_few = max(beside, default=0) <= _few(count) and 3 * sum(beside) <= count
         is_single = most == count and not others and are_few
         are_numbers = numbers == count
-        is_dated = dated == count and different > 2  # 2024.01.05.rain.npy, or 2024.01.05.npy beside 2024.01.05.json
+        # Two examples that this accepts: 2024.01.05.rain.npy, and 2024.01.05.npy beside 2024.01.05.json.
+        is_dated = dated == count and different > 2
         if not are_many and (self._are_grouped or not (is_dated or (are_numbers and is_single))):
             return ""
         example = shown(min(self._middles))
         if not is_single or not (are_many or are_numbers):
             raise UsageError(
-                f"{url}: cut at the first dot, names would make {different} different fields, such as {example};\n"
-                "give --stem last to cut them at the last dot"
+                f"{url}: names cut at the first dot would give {different} different fields, such as {example};\n"
+                "use --stem last to cut names at the last dot"
             )
-        fields = f"numbers such as {example}" if are_numbers else f"{different} fields such as {example}"
+        fields = (
+            f"fields named by numbers such as {example}" if are_numbers else f"{different} fields such as {example}"
+        )
         return (
-            f"names are cut at the last dot, because the first dot would make {fields} of them;"
-            " --stem first cuts them there"
+            f"names are cut at the last dot, because the first dot would give {fields};"
+            " to cut at the first dot: --stem first"
         )
 
     @property
     def _middles(self) -> set[str]:
-        """What lies between the first and the last dot."""
+        """The texts between the first and the last dot."""
         return {suffix.rpartition(".")[0] for suffix in self._suffixes} - {""}
 
     @property
     def different(self) -> int:
-        """How many different texts lie there."""
+        """The number of different texts between the first and the last dot."""
         return len(self._middles)
 
     @property
     def are_dates(self) -> bool:
-        """Whether these are numbers with dots between them, as in ``2024.01.05.npy``."""
+        """True if these texts are numbers with dots between them, as in ``2024.01.05.npy``."""
         middles = self._middles
         return len(middles) > 2 and all("." in text and _NUMBER.fullmatch(text) for text in middles)
 
     @property
     def are_many(self) -> bool:
-        """Whether these are so many that they are no names of fields."""
+        """True if there are so many of these texts that they cannot be names of fields."""
         different = self.different
         if different < _MANY:
             return False
@@ -349,7 +375,7 @@ class Dots:
 
     @property
     def _are_grouped(self) -> bool:
-        """Whether other names share what comes before the first dot, so that this is the key of a sample."""
+        """True if other names share the text before the first dot, so that this text is the key of a sample."""
         extensions = {suffix.rpartition(".")[2] for suffix in self._suffixes if "." in suffix}
         return any(stem in self._stems and other not in extensions for stem, other in self._beside)
 

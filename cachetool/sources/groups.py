@@ -1,4 +1,4 @@
-"""Files with one group a sample, as videos' features and demonstrations of robots are stored.
+"""Files with one group for each sample, as features of videos and demonstrations of robots are stored.
 
 ::
 
@@ -6,9 +6,9 @@
     data/demo_0/actions (57, 7), data/demo_0/obs/x    sample data/demo_0 with the fields actions and obs/x
     v0001 (57, 512), v0002 (61, 512)                  samples v0001 and v0002 with the field value
 
-Groups are alike when each has the same names, types and numbers of dimensions. Alike groups are also how a file stores
-cameras (all rows of one length) and splits, so their names and lengths decide, ``--read-as groups|rows`` decides
-otherwise, and a file where both readings make sense is refused by :func:`by_groups`.
+Groups are alike when each has the same names, types and numbers of dimensions. Files also store cameras (all rows of
+one length) and splits as alike groups. So the names and lengths of the groups decide, and ``--read-as groups|rows``
+decides otherwise. :func:`by_groups` refuses a file where both readings make sense.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["SINGLE", "by_groups", "too_many", "wants_in_groups"]
 _VALUE = "value"
 """Field of samples that are one array without a name of its own."""
 _FEW = 8
-"""So many alike groups may be cameras or sensors; more are hardly the fields of one sample."""
+"""Number of alike groups that may be cameras or sensors. More groups can hardly be the fields of one sample."""
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing", "holdout"})
 SINGLE = "a single value, without rows"
 
 Array = npt.NDArray[Any]
 Members = dict[str, StoredColumn]
-"""The arrays of one group by their names in it; "" for an array that is no group."""
+"""The arrays of one group by their names in the group; "" for an array that is no group."""
 
 
 def by_groups(
@@ -55,17 +55,22 @@ def by_groups(
     stored: int,
     ours: bool = False,
 ) -> tuple[list[StoredColumn], StoredColumn | None]:
-    """The arrays whose rows are samples: those of the file, or one for each field of its groups, with their keys.
+    """Return the arrays whose rows are samples, and their keys.
 
-    ``stored`` is how many bytes the file has; ``ours``: cachetool wrote it, so that its rows are samples. Single values
-    are no rows of a file; they and what lies beside the groups are added to ``skipped``. Raises :class:`UsageError`
-    when groups are asked for and there are none, or when both readings make sense.
+    These are the arrays of the file, or one array for each field of its groups. ``stored`` is the size of the file
+    in bytes. ``ours``: cachetool wrote the file, so its rows are samples. Single values are no rows; they and the
+    arrays beside the groups are added to ``skipped``. Raise :class:`UsageError` if groups are asked for and there
+    are none, or if both readings make sense.
     """
     groups, asked = None, options.read_as == "groups"
+    # A user who names an array by its full name has decided that its rows are the samples, so groups are not searched
+    # for.
     if not ours and (asked or (options.read_as != "rows" and options.rows is None and not _named(columns, options))):
         groups = _alike(columns)
     if groups is None and asked and not ours:
-        raise UsageError(f"{path}: --read-as groups: it has no groups that hold arrays of the same names and types")
+        raise UsageError(
+            f"{path}: --read-as groups needs groups with arrays of the same names and types; the file has none"
+        )
     if groups is None or not (
         asked or _asked((name or _VALUE for name in groups.members[0]), options) or _are_samples(path, groups)
     ):
@@ -75,29 +80,31 @@ def by_groups(
     about = f"{quoted(groups.names[0])} to {quoted(groups.names[-1])}"
     for name in (column.name for column in columns if column.name not in inside):
         in_group = any(name.startswith(f"{group}/") for group in groups.names)
-        beside = f"beside the groups {about}, each of which is a sample"
-        skipped.append((name, "not in all of the groups, or not of one type in them" if in_group else beside))
+        beside = f"outside of the groups {about}, which are the samples"
+        skipped.append((name, "missing in some groups, or not of the same type in all" if in_group else beside))
     if not asked:
         count = len(groups.names)
         skipped.append(
-            (NOTE, f"{count} groups ({about}) are {count} samples; to read rows across them: --read-as rows")
+            (NOTE, f"each of the {count} groups ({about}) is a sample; to read the rows of all groups: --read-as rows")
         )
     return _fields(path, groups, skipped, stored), groups.keys
 
 
 def too_many(path: object, most: int, what: str) -> str:
-    """The message about a file of so many groups that opening it takes too long."""
+    """Return the message about a file with so many groups that opening it takes too long."""
     return (
-        f"{path} holds more than {most} {what}, and all of them are looked at whenever it is opened;\nwrite each sample"
-        ' into a file of its own: docs/scientific-data.md, "One group a sample", has the program'
+        f"{path} has more than {most} {what}, and each opening of the file must read all of them;\nwrite each sample"
+        ' into its own file, with the program in docs/how-to/read-hdf5-and-zarr.md, "One group for each sample"'
     )
 
 
 def wants_in_groups(options: SourceOptions) -> Callable[[str], bool]:
-    """Whether an array is asked for or renamed by its full name, or by the name that it has in a group."""
+    """Return a function that says if an array is asked for or renamed, by its full name or by its name in a group."""
 
     def wants(name: str) -> bool:
         tail = name
+        # Where the groups begin is unknown before all names are read, so every ending of the name may be the name in a
+        # group.
         while not options.wants(tail) and tail not in options.rename:
             _, slash, tail = tail.partition("/")
             if not slash:
@@ -108,7 +115,7 @@ def wants_in_groups(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def _named(columns: Sequence[StoredColumn], options: SourceOptions) -> bool:
-    """Whether an array is asked for by its full name."""
+    """Return True if an array is asked for by its full name."""
     return _asked((column.name for column in columns), options)
 
 
@@ -118,26 +125,28 @@ def _asked(names: Iterable[str], options: SourceOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Alike groups, by their full names."""
+    """Alike groups and their full names."""
 
     names: list[str]
     members: list[Members]
 
     @property
     def lengths(self) -> list[tuple[int, ...]]:
-        """The first dimension of each array, nothing for a single value."""
+        """The first dimension of each array, or an empty tuple for a single value."""
         return [column.shape[:1] for members in self.members for column in members.values()]
 
     @property
     def keys(self) -> StoredColumn:
-        """The names as a column."""
+        """The names of the groups as a column of keys."""
         raw = [name.encode("utf-8", "surrogateescape") for name in self.names]
         return StoredColumn(KEY, "str", (len(raw),), sum(map(len, raw)), lambda a, b: joined(raw[a:b]))
 
 
 def _alike(columns: Sequence[StoredColumn]) -> _Groups | None:
-    """The largest set of groups in one place that are alike; None when there is none of two or more. Groups that are
-    numbered (``demo_0``) need only some arrays in common, which are what is taken of them."""
+    """Return the largest set of alike groups in one place, or None if there is no set of two or more.
+
+    Groups that are numbered (``demo_0``) need only some arrays in common. Only these arrays are taken.
+    """
     places: dict[str, dict[str, Members]] = {}
     for column in columns:
         parts = column.name.split("/")
@@ -153,7 +162,7 @@ def _alike(columns: Sequence[StoredColumn]) -> _Groups | None:
 
 
 def _common(children: Mapping[str, Members]) -> list[Members]:
-    """What is taken of each group: all of it where they are alike; none where they are not groups of one kind."""
+    """Return the arrays that are taken of each group, or nothing if the groups are not of one kind."""
     structures = list(map(_structure, children.values()))
     common = frozenset.intersection(*structures)
     names = {name for name, _, _ in common}
@@ -175,7 +184,8 @@ def _structure(members: Members) -> frozenset[tuple[str, str, object]]:
 
 
 def _are_samples(path: object, groups: _Groups) -> bool:
-    """Whether each group is a sample. Raises :class:`UsageError` when that, and rows across them, both make sense."""
+    """Return True if each group is a sample. Raise :class:`UsageError` if this reading and rows across the groups both
+    make sense."""
     count, lengths = len(groups.names), Counter(groups.lengths)
     names = [name.rpartition("/")[2] for name in groups.names]
     splits = all(name.lower() in _SPLITS for name in names)
@@ -185,9 +195,13 @@ def _are_samples(path: object, groups: _Groups) -> bool:
     if splits:
         samples, clear = False, not across
     elif across:
+        # Groups of one length are either samples of a fixed length or cameras with one row a sample. More groups than
+        # rows are samples; up to eight are cameras.
         samples = count > max(_FEW, length[0])
         clear = samples or count <= _FEW or not numbered
     elif "" in groups.members[0]:
+        # Plain arrays instead of groups: numbered names of several lengths are samples. Many arrays of one length would
+        # be fields instead.
         samples, clear = (numbered and count > 2) or (count > _FEW and 2 * most <= count), True
     else:
         samples, clear = numbered or count > _FEW, numbered or count > _FEW or count == 2
@@ -196,13 +210,13 @@ def _are_samples(path: object, groups: _Groups) -> bool:
     fields = shlex.quote(",".join(column.name for column in groups.members[0].values()))
     some = ", ".join(map(quoted, names[:2]))
     raise UsageError(
-        f"{path}: {count} groups hold the same arrays ({some}, ...): with --read-as groups each is a sample,\nwith"
-        f" --read-as rows rows of all of them are; --fields {fields} takes the rows of one"
+        f"{path}: {count} groups have the same arrays ({some}, ...); to make each group a sample: --read-as groups;\n"
+        f"to make each row of all groups a sample: --read-as rows; each row of one group: --fields {fields}"
     )
 
 
 def _fields(path: object, groups: _Groups, skipped: list[tuple[str, str]], stored: int) -> list[StoredColumn]:
-    """A column for each array of the groups that can be a field."""
+    """Return a column for each array of the groups that can be a field."""
     columns = []
     for name in groups.members[0]:
         column = _field(path, name or _VALUE, [members[name] for members in groups.members], stored)
@@ -218,8 +232,9 @@ def _field(path: object, name: str, arrays: list[StoredColumn], stored: int) -> 
     if any(array.ragged for array in arrays):
         return "lists of values of differing size"
     if text and any(math.prod(array.shape) != 1 for array in arrays):
-        return "several texts"
+        return "several texts in one sample"
     largest = max(arrays, key=lambda array: array.nbytes)
+    # A sample of a group is read completely, so the largest array decides how much memory a hostile file can claim.
     check_allocation(f"{path}: {quoted(largest.name)}", largest.nbytes, stored=stored)
     sizes = {array.shape for array in arrays}
     rank = len(first.shape)
@@ -250,7 +265,9 @@ def _field(path: object, name: str, arrays: list[StoredColumn], stored: int) -> 
 
 
 def _whole(array: StoredColumn) -> Any:
-    """All of an array."""
+    """Return all values of an array."""
+    # Readers of columns expect start < stop, and an empty array has no row to read.
     if 0 in array.shape:
         return np.empty(array.shape, dtype=array.dtype)
+    # Each array is read once, in one piece. The slab behind `read` would keep a copy of its last rows for nothing.
     return (array.once or array.read)(0, array.shape[0] if array.shape else 1)

@@ -1,11 +1,11 @@
-"""The task of the process that reads a foreign file for :mod:`cachetool.sources.guard`: it asks for requests.
+"""The task of the process that reads a foreign file for :mod:`cachetool.sources.guard`.
 
 ::
 
-    message  {"at": path}                                         about to touch this file
+    message  {"at": path}                                         the process is about to read this file
     ask      {"schema": ..., "samples": n, "skipped": [...]}      the file is open
-             {"misfits": [[why, rows], ...]}, arrays in blocks    what was asked for, and which rows are no samples
-    answer   {"read": [start, stop]}
+             {"misfits": [[why, rows], ...]}, arrays in blocks    the samples, and which rows are no samples
+    answer   {"read": [start, stop]}                              the next request
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from cachetool.sources.readers import LimitedAccess, MisfitRows
 __all__ = ["read"]
 
 MEMORY = 2**28
-"""Bytes that reading may take beyond what the process has when it begins..."""
+"""Bytes that reading may take in addition to the memory that the process has when it begins. Ordinary files took 3 to
+45 MiB."""
 COPIES = 8
-"""...and so many times the largest row or chunk."""
+"""Number of times the largest row or chunk that reading may take in addition to ``MEMORY``."""
 
 MAX_MISFITS = 2**20
-"""Rows of one answer that are told one by one, about 10 bytes each."""
+"""Number of rows of one answer that are reported one by one, about 10 bytes each."""
 
 
 def read(
     channel: Asking, *, path: str, options: Message, opener: str, about: Message, sockets: list[int], seconds: int
 ) -> Message:
-    """Answer until stdin ends."""
+    """Open the file and answer requests until stdin ends."""
     now = path
 
     def notice(at: Path) -> None:
@@ -47,10 +48,13 @@ def read(
         channel.send({"at": now})
 
     try:
+        # The first limit comes before the library sees a byte of the file.
         _limit(MEMORY)
         _patience(seconds)
         asked = SourceOptions.from_json(options)
         source: LimitedAccess = named(opener)(path, asked, notice=notice, about=about, sockets=sockets)
+        # Only now is the largest row or chunk known. `piece` was checked against the size of the file, so a hostile
+        # file cannot raise the limit at will.
         _limit(MEMORY + COPIES * source.piece)
         said = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
         blocks: list[npt.NDArray[np.uint8]] = []
@@ -58,8 +62,10 @@ def read(
             start, stop = channel.ask(said, *blocks)["read"]
             _patience(seconds)
             said, blocks = _answer(source, start, stop)
+    # RLIMIT_DATA makes malloc fail, so the process can still report the file. The kernel's out-of-memory killer would
+    # choose any process of the machine.
     except MemoryError:
-        raise BadObject(f"{now}: reading it takes far more memory than its size can mean") from None
+        raise BadObject(f"{now}: reading it needs far more memory than a file of this size should need") from None
 
 
 def _answer(source: LimitedAccess, start: int, stop: int) -> tuple[Message, list[npt.NDArray[np.uint8]]]:
@@ -67,7 +73,8 @@ def _answer(source: LimitedAccess, start: int, stop: int) -> tuple[Message, list
     try:
         block = source.read(start, stop)
     except MisfitRows as error:
-        if len(error.misfits) > MAX_MISFITS:  # as if all were: no pull goes on with so many
+        # Reported as an error of the whole file: a pull does not continue with so many misfits in any case.
+        if len(error.misfits) > MAX_MISFITS:
             raise
         block = error.block
         for row, why in error.misfits.items():
@@ -76,35 +83,42 @@ def _answer(source: LimitedAccess, start: int, stop: int) -> tuple[Message, list
 
 
 def _limit(most: int) -> None:
-    """No more memory than reading can take, and no core file of somebody's data."""
+    """Limit the memory of this process to ``most`` bytes more than it has now, and forbid core files, which would hold
+    user data."""
     most += _taken()
+    # The hard limit stays, because the limit is raised once more when the largest chunk is known.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _taken() -> int:
-    """Bytes that count as this process's data by now."""
+    """Return the bytes that count as data of this process now."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[5]) * resource.getpagesize()
     except OSError:
+        # No /proc, so not Linux. 128 MiB is an estimate of what Python and the libraries have taken.
         return 2**27
 
 
 def _patience(seconds: int) -> None:
-    """End this process, by SIGPROF, after so many seconds of computing from now on."""
+    """End this process by SIGPROF after ``seconds`` more seconds of processor time."""
+    # Processor time and not wall time: a slow disk or store is no fault of the file. The default action of SIGPROF ends
+    # the process inside C code, too, where a Python handler would not run.
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _arrays(block: Block) -> list[npt.NDArray[np.uint8]]:
-    """The bytes of a block's arrays, as :func:`cachetool.sources.guard.read_block` takes them."""
+    """Return the bytes of a block's arrays, in the order in which :func:`cachetool.sources.guard.read_block` takes
+    them."""
     arrays: list[npt.NDArray[Any]] = []
     for field in block.schema:
         column = block.columns[field.name]
         if isinstance(column, Ragged):
             tight = column.compact()
             arrays += [tight.offsets, *([] if tight.shapes is None else [tight.shapes]), tight.values]
-        else:  # values of no bytes do not tell how many they are
+        else:
+            # Values of no bytes do not tell how many they are, so their number is sent instead.
             arrays.append(np.array([len(column)], dtype="<i8") if field.nbytes == 0 else column)
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]

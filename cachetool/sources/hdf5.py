@@ -1,6 +1,7 @@
 """HDF5 files whose datasets hold one sample a row.
 
-Every dataset whose first dimension is the number of samples becomes a field, those in groups as ``group/name``.
+Every dataset whose first dimension is the number of samples becomes a field. A dataset in a group is named
+``group/name``.
 
 =============================  ==========================================================================
 dataset                        field
@@ -16,8 +17,8 @@ reference
 
 CF attributes of a dataset, as netCDF4 has them, say what its numbers stand for: :mod:`cachetool.sources.cf`.
 
-A file may name other files that its data lie in: external links, external storage, virtual datasets. A file from
-elsewhere could so have any file of this machine read as data, so they are refused, and links are not followed.
+A file may name other files that hold its data: external links, external storage, virtual datasets. A foreign file
+could so have any file of this machine read as data. Such datasets are refused, and links are not followed.
 """
 
 from __future__ import annotations
@@ -58,16 +59,17 @@ from cachetool.sources.rows import (
 __all__ = ["open_hdf5"]
 
 MAX_OBJECTS = 20_000
-"""Groups and datasets of one file, each of which takes a quarter of a millisecond whenever the file is opened."""
+"""Largest number of groups and datasets in one file. Each takes a quarter of a millisecond whenever the file is
+opened."""
 _MAX_DEPTH = 32
 _REFERENCE = 16
-"""Bytes in a dataset for each value of differing size, wherever the value lies."""
+"""Bytes in a dataset for each value of differing size. The value itself lies in another part of the file."""
 
 Array = npt.NDArray[Any]
 
 
 def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset."""
+    """Open the datasets of one HDF5 file. Raise :class:`BadObject` that names the file, and the dataset."""
     opened = _File(file)
     skipped: list[tuple[str, str]] = []
     try:
@@ -83,6 +85,8 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
             else:
                 columns.append(column)
         for slab in opened.slabs:
+            # All datasets of the file share 256 MiB for their last chunks, so the share is known only when all are
+            # found.
             slab.share(len(opened.slabs))
         columns = decoded(columns, options, skipped)
         columns, keys = by_groups(file, columns, options, skipped, stored=file.size, ours=ours is not None)
@@ -95,12 +99,14 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
         opened.close()
 
 
-_VERSION_AT = 8  # behind the signature; the flags come three bytes later
-_WRITTEN = 0b101  # open for writing, or so that others may read meanwhile (SWMR)
+# Offset of the version behind the signature of 8 bytes. The flags are three bytes after the version.
+_VERSION_AT = 8
+# Flags of a file that is open for writing, or for writing while others read (SWMR).
+_WRITTEN = 0b101
 
 
 class _File:
-    """The file, opened when it is needed, also after it was closed."""
+    """The HDF5 file, opened when it is needed, also after it was closed."""
 
     def __init__(self, file: SourceFile) -> None:
         self.path = file
@@ -111,22 +117,23 @@ class _File:
     def open(self) -> Any:
         if self._file is None:
             self._bytes = self.path.open()
-            # The small cache of chunks is what keeps one from being fetched for each of its rows.
+            # The default chunk cache stays: without it a chunk would be fetched again for each of its rows.
             self._file = h5py.File(self._bytes, "r")
             self._refuse_open(self._bytes, self._file.userblock_size)
         return self._file
 
     def _refuse_open(self, file: BinaryIO, start: int) -> None:
-        """What HDF5 refuses of a file that it opens itself, and lets pass of one that it reads through Python: it was
-        being written, so chunks may be missing.
+        """Raise ``OSError`` for a file whose writer has not closed it, because chunks may be missing.
 
         The superblock: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html (version and flags).
         """
+        # HDF5 refuses such a file when it opens it by path. It does not check the flags of a file that it reads through
+        # a Python object, as here.
         file.seek(start + _VERSION_AT)
         version, *_, flags = file.read(4)
         if version >= 3 and flags & _WRITTEN:
             self.close()
-            raise OSError("its writer has it open, or ended without closing it (h5clear -s clears the mark)")
+            raise OSError("a program is writing it, or ended without closing it (then run: h5clear -s FILE)")
 
     def close(self) -> None:
         for slab in self.slabs:
@@ -142,10 +149,11 @@ class _File:
 def _datasets(
     path: SourceFile, root: Any, options: SourceOptions, skipped: list[tuple[str, str]], *, ours: bool
 ) -> Iterator[tuple[str, Any]]:
-    """All datasets below ``root`` that lie in this file, with their names."""
+    """Yield all datasets below ``root`` that are in this file, with their names."""
     wants = wants_of_ours(options) if ours else wants_arrays(options)
     with reading(f"{path} is not a whole HDF5 file"):
         info = h5py.h5o.get_info(root.id)
+    # Hard links can form a cycle or name one dataset twice. Addresses in the file tell that; names do not.
     seen = {(info.fileno, info.addr): "/"}
     folders = [("", root)]
     count = 0
@@ -157,7 +165,8 @@ def _datasets(
             count += 1
             if count > MAX_OBJECTS:
                 raise UsageError(too_many(path, MAX_OBJECTS, "groups and datasets"))
-            if isinstance(name, bytes):  # h5py gives a name as it is where it cannot be decoded
+            # h5py returns a name as bytes if it cannot be decoded.
+            if isinstance(name, bytes):
                 skipped.append((prefix + name.decode("utf-8", "backslashreplace"), "its name is not UTF-8"))
                 continue
             with reading(f"{path}: {quoted(prefix + name)}"):
@@ -173,7 +182,7 @@ def _datasets(
                 continue
             if isinstance(entry, h5py.Group):
                 if prefix.count("/") >= _MAX_DEPTH:
-                    raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(prefix)}")
+                    raise BadObject(f"{path}: groups are nested more than {_MAX_DEPTH} deep at {quoted(prefix)}")
                 folders.append((f"{prefix}{name}/", entry))
             elif not isinstance(entry, h5py.Dataset):
                 skipped.append((prefix + name, "a named type"))
@@ -184,7 +193,9 @@ def _datasets(
 
 
 def _member(path: SourceFile, full: str, group: Any, name: str, wants: Callable[[str], bool]) -> Any:
-    """The object behind a name, or why it is left out. Nothing outside of the file is opened."""
+    """Return the object behind a name, or why it is left out. Nothing outside of the file is opened."""
+    # The link is examined before it is followed: HDF5 opens the file behind an external link as soon as the object is
+    # opened.
     link = group.get(name, getlink=True)
     if isinstance(link, h5py.ExternalLink):
         if wants(full):
@@ -195,18 +206,20 @@ def _member(path: SourceFile, full: str, group: Any, name: str, wants: Callable[
     entry = group[name]
     if isinstance(entry, h5py.Dataset):
         how = entry.id.get_create_plist()
+        # Bytes of external storage and of virtual datasets are read from other files, such as /etc/passwd, as soon as a
+        # row is read.
         if how.get_external_count() or how.get_layout() == h5py.h5d.VIRTUAL:
             if wants(full):
-                raise BadObject(f"{path}: {quoted(full)} takes its bytes from other files, which is refused;{_OTHER}")
-            return "its bytes lie in other files"
+                raise BadObject(f"{path}: {quoted(full)} has its bytes in other files, which is refused;{_OTHER}")
+            return "its bytes are in other files"
     return entry
 
 
-_OTHER = "\nchoose other fields with --fields, or copy the data into one file first (h5repack)"
+_OTHER = "\nchoose other fields with --fields, or copy the data into one file: h5repack --merge -l CONTI FILE NEW"
 
 
 def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColumn | str:
-    """The dataset as a candidate for a field, or why it cannot be one."""
+    """Return the dataset as a candidate for a field, or why it cannot be a field."""
     if dataset.shape is None:
         return "empty"
     if reason := _unreadable(dataset):
@@ -218,6 +231,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
     chunk = 0
     if dataset.chunks is not None:
         chunk = math.prod(dataset.chunks) * dtype.itemsize
+        # HDF5 unpacks a chunk as a whole, so the chunk's claimed size is memory that a few hostile bytes can demand.
         check_allocation(f"{file.path}: a chunk of {quoted(name)}", chunk, stored=stored)
     text, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
     if text is not None or base is not None:
@@ -252,7 +266,8 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         read = slab.read
     length = dataset.shape[0] if dataset.shape else 1
     packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)
-    # Of values that were never written HDF5 gives a place all the same, if the file has a user block.
+    # HDF5 reports an offset for values that were never written, too, if the file has a user block. Other bytes of the
+    # file would be read as values.
     written = dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_ALLOCATED
     offset = None if packed or not written else dataset.id.get_offset()
     return StoredColumn(
@@ -272,14 +287,15 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
 
 
 def _rows(dataset: Any, start: int, stop: int) -> Array:
-    """Rows of a dataset; a single value is its own row 0."""
+    """Return rows of a dataset. A single value is its own row 0."""
     return dataset[start:stop] if dataset.shape else np.asarray(dataset[()])[None]
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    """The CF attributes that can be read; one of a type that h5py does not know says nothing."""
+    """Return the CF attributes that can be read."""
     attributes = {}
     for name in ATTRIBUTES:
+        # An attribute of a type that h5py does not know carries no CF meaning. It must not make the dataset unreadable.
         with contextlib.suppress(TypeError, ValueError, OSError, RuntimeError):
             if name in dataset.attrs:
                 attributes[name] = dataset.attrs[name]
@@ -287,25 +303,24 @@ def _attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _plain(dataset: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether the values lie in the file as they do in an array of ``dtype``.
-
-    h5py gives the next NumPy type for those that NumPy lacks: 12 bits in an int16, bfloat16, numbers of three bytes.
-    """
+    """Return True if the values have the same bytes in the file as in an array of ``dtype``."""
     try:
+        # For types that NumPy lacks h5py gives the next NumPy type: int16 for 12 bits in two bytes, float32 for
+        # bfloat16. Reading such bytes by their offset would give wrong numbers.
         return bool(dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)))
     except TypeError:
         return False
 
 
 def _parts(dataset: Any) -> list[Part]:
-    """The chunks that are stored."""
+    """Return the chunks that are stored in the file."""
     parts: list[Part] = []
     dataset.id.chunk_iter(lambda info: parts.append((info.chunk_offset[0], info.byte_offset, info.size, "")))
     return parts
 
 
 def _unreadable(dataset: Any) -> str | None:
-    """Why this HDF5 library cannot unpack the dataset."""
+    """Return why this HDF5 library cannot unpack the dataset, or None."""
     how = dataset.id.get_create_plist()
     for index in range(how.get_nfilters()):
         number, _, _, label = how.get_filter(index)
@@ -329,6 +344,7 @@ def _text(file: _File, name: str, dataset: Any, text: Any, *, stored: int) -> St
 def _ragged(file: _File, name: str, dataset: Any, base: Any, *, stored: int) -> StoredColumn | str:
     if not isinstance(base, np.dtype) or base.hasobject:
         return "lists of values of differing size"
+    # h5py returns wrong numbers for variable-length lists of big-endian values, without an error.
     if not base.isnative:
         return "lists of big-endian numbers, which h5py reads wrongly"
     try:

@@ -1,31 +1,28 @@
-"""Images into arrays: their decoding, and ``--decode image`` for the values of files.
+"""The decoding of images into arrays, and ``--decode image`` for the values of files.
 
-:func:`decode_image` makes uint8 arrays (height, width, 3), by simplejpeg and Pillow (extra ``image``). Gray, palette
-and CMYK images become RGB, an alpha channel is dropped, the first frame counts, and orientation tags are not followed,
-so that pixels are as they are stored. Images of more than 8 bits a channel are refused rather than rounded. An image
-that claims to be far larger than its bytes can mean is refused before it is unpacked.
+:func:`decode_image` makes uint8 arrays (height, width, 3) with simplejpeg and Pillow (extra ``image``). Gray,
+palette and CMYK images become RGB, an alpha channel is dropped, and the first frame counts. Orientation tags are not
+followed, so pixels are as they are stored. Images of more than 8 bits a channel are refused, because they would be
+rounded. An image that claims to be far larger than its bytes can mean is refused before it is unpacked.
 
-``masks`` is for the labels of segmentation and for depth: images of one channel that lose nothing keep the numbers
-that are stored, (height, width): the indices of a palette, gray, 0 and 1, uint8; 16 bits, uint16. JPEG and WebP, whose
-numbers are not exact, and images of colours are as without.
+``masks`` is for the labels of segmentation and for depth. Lossless images of one channel keep the numbers that are
+stored, (height, width): the indices of a palette, gray, 0 and 1 as uint8; 16 bits as uint16. JPEG and WebP, whose
+numbers are not exact, and images of colours are decoded as without ``masks``.
 
-Given a size, images are made that high and wide, sides stretched apart where their ratio differs: filtered bicubically
-over all pixels that fall into one, averaged in blocks first as long as three a side are left of each. The decoder of a
-JPEG does that, which is why a large one takes less time resized than whole. A pixel of a mask is the nearest one.
+Given a size, images get that height and width, without keeping their ratio of sides. The filter is bicubic over all
+pixels that fall into one. Before it, blocks of pixels are averaged while at least three pixels a side remain for
+each pixel of the result. The decoder of a JPEG does the averaging, so a large JPEG takes less time resized than in
+full. A pixel of a mask is the nearest one.
 
-:func:`decoded` is ``--decode image`` for files whose values do not say by a name what they are: TFRecord, HDF5, Zarr.
-
-A field of bytes, or of lists of uint8, whose first value begins as an image does is a field of images; every value must
-then be one. All of them are looked at first, so that images of one size become a fixed field, and others a ragged one.
-
-:func:`with_images` is ``--decode image`` for remote files of rows and records: values that hold images become arrays.
-
-Which fields those are, and how large, is seen in the first draws, as with objects::
+``--decode image`` also works for files whose values have no name that tells what they are: TFRecord, HDF5, Zarr,
+Parquet, LMDB. A field of bytes, or of lists of uint8, is a field of images if its first value begins as an image
+does. Every value must then be an image. :func:`with_images` looks at the first draws, and :class:`ImageSurvey` at
+all samples::
 
     bytes, or a list of uint8, whose first value begins as an image does  ->  uint8 (height, width, 3), or a mask
     all of one size  ->  a fixed field            several sizes  ->  a ragged one
 
-Where the dataset has such a field and a file has bytes, each of them must be an image.
+:func:`unpacked` decodes the values of such a field when they are read.
 """
 
 from __future__ import annotations
@@ -70,40 +67,43 @@ PACKED = 16
 """About how many times larger a photograph is without compression."""
 
 _GRAYS = {"L;2": 85, "L;4": 17}
-"""The numbers that Pillow multiplies gray of 2 and 4 bits by."""
+"""Factors by which Pillow multiplies gray values of 2 and 4 bits."""
 _JPEG = b"\xff\xd8\xff"
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 Outline = tuple[str, tuple[int, ...]]
-"""dtype and shape of an array."""
+"""Dtype and shape of an array."""
 
 MAX_PIXELS = 2**27
-"""No image may be larger."""
+"""Largest number of pixels of an image."""
 PLAIN_PIXELS = 2**24
 MAX_RATIO = 200
-"""An image of more than PLAIN_PIXELS must have at least one byte for so many bytes of pixels."""
+"""Largest number of bytes of pixels for one byte of an image that has more than ``PLAIN_PIXELS`` pixels."""
 
 MAX_SCANS = 100
-"""Of one JPEG; encoders make about ten."""
+"""Largest number of scans of a JPEG. Encoders make about ten."""
 _SCAN = b"\xff\xda"
 
 _GAP = 3
-"""How many pixels a side are left at least of what becomes one, when blocks of pixels are averaged beforehand."""
+"""Pixels a side that remain for each pixel of the result, at least, when blocks of pixels are averaged before the
+filter."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 _WIDTH, _LENGTH, _BITS_PER_SAMPLE, _ORIENTATION = 256, 257, 258, 274
-"""Tags of TIFF."""
+"""Numbers of TIFF tags."""
 _OPENING = threading.Lock()
 
 
 def decode_image(data: memoryview, size: ImageSize | None = None, *, masks: bool = False) -> Array:
-    """The pixels, uint8 (height, width, 3), of this height and width when ``size`` is given; of ``masks`` the numbers
-    stored, (height, width).
+    """Return the pixels of an image, uint8 (height, width, 3), or the numbers of a mask, (height, width).
 
-    Raises :class:`BadObject` for what is no image or too large, :class:`MissingExtra` without Pillow.
+    ``size``: height and width of the result; default: those of the image. Raise :class:`BadObject` for data that is
+    no image or too large, and :class:`MissingExtra` without Pillow.
     """
+    # simplejpeg is faster for whole images. Resizing is left to Pillow: simplejpeg's result is up to 80 steps apart at
+    # sides that are no multiple of 8.
     if size is None and bytes(data[:3]) == _JPEG:
         pixels = _jpeg(data)
         if pixels is not None:
@@ -118,19 +118,20 @@ def decode_image(data: memoryview, size: ImageSize | None = None, *, masks: bool
 
 
 def image_shape(data: memoryview, size: ImageSize | None = None) -> tuple[int, ...]:
-    """The shape that :func:`decode_image` would give, out of the image's header; same errors."""
+    """Return the shape that :func:`decode_image` would return, read from the image's header. Errors are the same."""
     return image_outline(data, Pixels(size))[1]
 
 
 def image_outline(data: memoryview, pixels: Pixels) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that :func:`decode_image` would give, out of the image's header; same errors."""
+    """Return the dtype and shape that :func:`decode_image` would return, read from the image's header. Errors are the
+    same."""
     dtype, *sides = _outline(data, masks=pixels.masks)
     height, width = pixels.size or sides
     return (dtype, (height, width)) if dtype else ("|u1", (height, width, 3))
 
 
 def _outline(data: memoryview, *, masks: bool) -> tuple[str, int, int]:
-    """The dtype of a mask, else nothing; height and width."""
+    """Return the dtype of a mask or an empty text, the height and the width."""
     if bytes(data[:3]) == _JPEG:
         with contextlib.suppress(ImportError, ValueError):
             import simplejpeg
@@ -142,7 +143,8 @@ def _outline(data: memoryview, *, masks: bool) -> tuple[str, int, int]:
 
 
 def _mask_dtype(image: Any) -> str:
-    """The dtype of the numbers of an image of one channel that loses nothing; empty for others."""
+    """Return the dtype of the numbers of a lossless image of one channel, or an empty text for other images."""
+    # Their compression changes numbers. A class 3 in a mask could come back as 2.
     if image.format in ("JPEG", "WEBP"):
         return ""
     return {"1": "|u1", "L": "|u1", "P": "|u1", "I": "<u2" if image.format == "PNG" else ""}.get(
@@ -151,25 +153,31 @@ def _mask_dtype(image: Any) -> str:
 
 
 def _mask(image: Any, size: ImageSize | None) -> Array:
-    """The numbers as they are stored."""
+    """Return the numbers of a mask as they are stored."""
     dtype = _mask_dtype(image)
     scale = _GRAYS.get(str(image.tile[0][3]) if image.tile else "", 1)
     _upright(image)
     numbers: Array = np.asarray(image)
     if size is not None:
+        # Each pixel of the result takes the stored pixel at its centre. An average of two class numbers would be a
+        # third class.
         rows, columns = ((2 * np.arange(to) + 1) * own // (2 * to) for to, own in zip(size, numbers.shape, strict=True))
         numbers = numbers[rows[:, None], columns]
+    # Pillow scales gray of 2 and 4 bits up to 255. The division restores the stored numbers exactly.
     return numbers.astype(dtype, copy=False) // np.uint8(scale)
 
 
 def _refuse_scans(data: memoryview) -> None:
-    """Every scan of a JPEG goes over all pixels, however few bytes it has: a million could be asked for."""
+    """Raise :class:`BadObject` for a JPEG of too many scans."""
+    # The decoder goes over all pixels for every scan, however few bytes a scan has. A hostile file could ask for a
+    # million of them.
     if (scans := bytes(data).count(_SCAN)) > MAX_SCANS:
         raise BadObject(f"a JPEG of {scans} scans is refused; at most {MAX_SCANS} are read")
 
 
 def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    """A JPEG by the faster library; None when it is not there or cannot: CMYK, damaged."""
+    """Return the pixels of a JPEG by simplejpeg. Return None if simplejpeg is missing or cannot decode it: CMYK,
+    damaged."""
     try:
         import simplejpeg
     except ImportError:
@@ -187,26 +195,30 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 def _resized(image: Any, height: int, width: int) -> Array:
     from PIL.Image import Resampling
 
-    drafted = image.draft("RGB", (_GAP * width, _GAP * height))  # for a JPEG: an averaged one out of its decoder
+    # The decoder of a JPEG averages blocks of 2, 4 or 8 pixels: an image of 12 million pixels takes 18 ms instead of
+    # 119. For other formats draft returns None.
+    drafted = image.draft("RGB", (_GAP * width, _GAP * height))
     pixels = _rgb(image)
     box = drafted[1] if drafted else (0, 0, *pixels.size)
     return np.asarray(pixels.resize((width, height), Resampling.BICUBIC, box=box, reducing_gap=_GAP))
 
 
 def _rgb(image: Any) -> Any:
-    """The pixels as they are stored."""
+    """Return the image in RGB, with its pixels as they are stored."""
     _upright(image)
     return image.convert("RGB")
 
 
 def _upright(image: Any) -> None:
-    """Keep Pillow from turning the pixels of a TIFF while it loads them: it is told that they are upright."""
+    """Set the orientation of a TIFF to upright, so that Pillow does not rotate the pixels."""
     if image.format == "TIFF":
+        # Pillow rotates the pixels of a TIFF by its orientation tag while it loads them, and of no other format. Pixels
+        # must be as stored.
         image.getexif()[_ORIENTATION] = 1
 
 
 def _stored_sides(image: Any) -> tuple[int, int]:
-    """Height and width before Pillow turns the pixels."""
+    """Return height and width before Pillow rotates the pixels."""
     if image.format == "TIFF":
         return int(image.tag_v2[_LENGTH]), int(image.tag_v2[_WIDTH])
     return image.height, image.width
@@ -218,7 +230,8 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T], *, masks: bool) -> T:
     except ImportError:
         raise MissingExtra("decoding images", "image") from None
     try:
-        # Opening reads the header alone. Pillow warns of large images, which are checked here; its filters are global.
+        # Image.open reads only the header. Pillow warns of large images, whose size is checked below. The filters of
+        # warnings are global in a process, so threads must not change them at the same time.
         with _OPENING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -229,50 +242,55 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T], *, masks: bool) -> T:
             if masks and _mask_dtype(image):
                 return use(image)
             if image.mode not in _MODES:
-                mask = ", or take its numbers with --decode mask" if _mask_dtype(image) else ""
+                mask = ", or read its numbers with --decode mask" if _mask_dtype(image) else ""
                 raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes{mask}")
             if (bits := _bits(image)) > 8:
                 raise BadObject(f"an image of {bits} bits a channel, not 8 bits; pull it as bytes")
             return use(image)
     except Image.DecompressionBombError:
-        raise BadObject("an image too large to be one") from None
+        raise BadObject("the image is too large (too many pixels)") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, OverflowError) as error:
-        text = re.sub(r"\s*+<[^>]*+>", "", str(error)[:200].partition("\n")[0])  # Pillow names the object it reads from
+        # Pillow's message contains the Python object that it reads from, with an address in memory.
+        text = re.sub(r"\s*+<[^>]*+>", "", str(error)[:200].partition("\n")[0])
         raise BadObject(
-            f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}; {', '.join(_FORMATS)} are"
+            f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}; supported formats:"
+            f" {', '.join(_FORMATS)}"
         ) from error
 
 
 def _bits(image: Any) -> int:
-    """Bits a channel in the file, where they may be more than 8: Pillow rounds those of coloured pixels, and their mode
-    does not tell."""
+    """Return the bits a channel in the file, if they may be more than 8."""
     if image.format == "TIFF":
+        # Pillow rounds coloured pixels of 16 bits to 8, and the image's mode does not tell. So the number of bits is
+        # read from the file's own header.
         return int(max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,))))
     codec, _, _, how = image.tile[0] if image.tile else ("", (), 0, "")
     if image.format == "PNG":
         return 16 if ";16" in str(how) else 8
-    return int(how[1]).bit_length() if codec in ("ppm", "ppm_plain") else 8  # by the largest value of a PPM
+    # A PPM states the largest value of a pixel instead of a number of bits.
+    return int(how[1]).bit_length() if codec in ("ppm", "ppm_plain") else 8
 
 
 def _check(width: int, height: int, nbytes: int) -> None:
     pixels = width * height
+    # The header alone decides, before memory is reserved: a few hundred bytes can claim 60,000 x 60,000 pixels.
     if pixels > MAX_PIXELS or (pixels > PLAIN_PIXELS and 3 * pixels > MAX_RATIO * nbytes):
         raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")
 
 
 def no_images(place: str, decode: str | None, schema: Schema, why: str) -> UsageError:
-    """The error of ``--decode`` where nothing at ``place`` is to be decoded."""
+    """Return the error of ``--decode`` for a ``place`` where no value is to be decoded."""
     fields = ", ".join(f"{field.name} ({field.describe()})" for field in schema if field.name != KEY)
-    return UsageError(f"--decode {decode} finds no image in {place}: {why}; there is {fields}")
+    return UsageError(f"--decode {decode} finds no image in {place}: {why}; the fields are {fields}")
 
 
 def is_list_of_bytes(field: Field) -> bool:
-    """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
+    """Return True if samples are lists of uint8 of any length, as users of HDF5 store images."""
     return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
 
 
 def begins_as_image(column: Any) -> bool:
-    """Whether the first value of a column that is not empty begins as an image does."""
+    """Return True if the first value of a column that is not empty begins as an image does."""
     assert isinstance(column, Ragged)
     nonempty = np.flatnonzero(column.sizes)
     if not len(nonempty):
@@ -282,9 +300,10 @@ def begins_as_image(column: Any) -> bool:
 
 
 def with_images(schema: Schema, blocks: Sequence[Block], pixels: Pixels, *, skip_bad: bool) -> tuple[Schema, int]:
-    """The schema of a source once its images are arrays, and the bytes that ``blocks``, its first samples, are then.
+    """Return the schema of a source after its images are decoded, and the bytes that ``blocks``, its first samples,
+    then have.
 
-    Raises :class:`BadObject` for a value that is no image among images, unless ``skip_bad`` leaves it out.
+    Raise :class:`BadObject` for a value that is no image among images, unless ``skip_bad`` leaves it out.
     """
     fields, nbytes = [], sum(block.nbytes for block in blocks)
     for field in schema:
@@ -299,7 +318,7 @@ def with_images(schema: Schema, blocks: Sequence[Block], pixels: Pixels, *, skip
 
 
 class ImageSurvey:
-    """What fields of images are once they are arrays: all samples are looked at, one block after another."""
+    """A look at all samples, block after block, to find the fields of images and the shapes of their arrays."""
 
     def __init__(self, schema: Schema, pixels: Pixels) -> None:
         self._schema, self._pixels = schema, pixels
@@ -307,12 +326,14 @@ class ImageSurvey:
         self._outlines: dict[str, dict[Outline, None]] = {}
 
     def add(self, block: Block, name: Callable[[int], str]) -> int:
-        """Take in some samples, called ``name(index)``; gives the bytes that they are once images are arrays.
+        """Look at the samples of a block, which are named ``name(index)``. Return their bytes after images are decoded.
 
-        The first value that is not empty says whether a field holds images. Raises :class:`BadObject` for a value that
+        The first value that is not empty decides if a field holds images. Raise :class:`BadObject` for a value that
         is no image among images.
         """
         for field in [field for field in self._undecided if block.columns[field].nbytes]:
+            # A field is decided once. If a later value could decide again, the schema would depend on where blocks are
+            # cut.
             self._undecided.remove(field)
             if begins_as_image(block.columns[field]):
                 self._outlines[field] = {}
@@ -325,7 +346,7 @@ class ImageSurvey:
 
     @property
     def schema(self) -> Schema:
-        """With arrays in place of images."""
+        """The schema with arrays in place of images."""
         return Schema(tuple(map(self._field, self._schema)))
 
     def _field(self, field: Field) -> Field:
@@ -334,7 +355,7 @@ class ImageSurvey:
 
 
 def _some(at: int) -> str:
-    return f"sample {at} of some"
+    return f"sample {at} of those read first"
 
 
 def _may_hold_images(field: Field) -> bool:
@@ -342,14 +363,15 @@ def _may_hold_images(field: Field) -> bool:
 
 
 def _images_field(name: str, outlines: Mapping[Outline, None]) -> Field:
-    """The field that holds images of these dtypes and shapes. Raises :class:`BadObject` where none can."""
+    """Return the field that holds images of these dtypes and shapes. Raise :class:`BadObject` if no field can hold
+    them."""
     dtype, shape = next(iter(outlines))
     if len(outlines) == 1:
         return Field(name, dtype, shape)
     if len({(dtype, len(shape)) for dtype, shape in outlines}) > 1:
         raise BadObject(
-            f"{quoted(name)} holds images of colours and masks, or masks of 8 and of 16 bits;\n--decode image makes all"
-            f" of 8 bits images of colours, and --fields -{name} leaves the field out"
+            f"{quoted(name)} has both colour images and masks, or masks of 8 and of 16 bits;\nto read all images of 8"
+            f" bits in colour: --decode image; to leave the field out: --fields -{name}"
         )
     return Field(name, dtype, (None,) * len(shape))
 
@@ -370,7 +392,7 @@ def _outlines(
 
 
 def packed(schema: Schema, file_schema: Schema) -> Schema:
-    """``schema`` with bytes in place of the images that a file, whose fields are ``file_schema``, has not decoded."""
+    """Return ``schema`` with the file's type of bytes in place of images that the file has not decoded."""
     fields = []
     for field in schema:
         image = (field.rank, field.dtype) in ((3, "|u1"), (2, "|u1"), (2, "<u2"))
@@ -388,8 +410,11 @@ def unpacked(
     block_bytes: int,
     name: Callable[[int], str],
 ) -> Generator[ReadResult]:
-    """The same samples under ``schema``, in pieces of about ``block_bytes`` as far as images shrink as they use to.
-    ``name`` says what the sample of a draw is called, which has no key."""
+    """Yield the same samples with images decoded, under ``schema``.
+
+    Results have about ``block_bytes`` if images grow as usual. ``name`` returns a name for the sample of a draw that
+    has no key.
+    """
     try:
         for piece in pieces:
             names = [field.name for field in schema if piece.block.schema[field.name] != field]
@@ -413,11 +438,14 @@ def _unpacked(
     name: Callable[[int], str],
 ) -> Iterator[ReadResult]:
     block, draws = piece.block, piece.draws
+    # A block of 8 MB of encoded images becomes about 128 MB of pixels. So it is decoded in steps that each make about
+    # one block.
     step = max(1, most * len(block) // max(1, PACKED * block.nbytes))
     start, skipped, fetched = 0, piece.skipped, piece.fetched
     while start < len(block):
         stop = min(start + step, len(block))
-        while stop < len(block) and draws[stop] == draws[stop - 1]:  # a draw is never in two pieces
+        # The samples of one draw must be in one result, because a draw is finished with all its samples or not at all.
+        while stop < len(block) and draws[stop] == draws[stop - 1]:
             stop += 1
         part, at = block.slice(start, stop), draws[start:stop]
 
@@ -427,6 +455,7 @@ def _unpacked(
         columns, bad = _decoded(part, images, pixels, called)
         if bad and not skip_bad:
             raise next(iter(bad.values()))
+        # A bad sample takes all samples of its draw with it, because progress is recorded by draws.
         keep = np.flatnonzero(~np.isin(at, at[list(bad)]))
         for index, error in bad.items():
             if all(int(at[index]) != skip.draw for skip in skipped):
@@ -449,7 +478,8 @@ def _unpacked(
 def _decoded(
     block: Block, images: Schema, pixels: Pixels, name: Callable[[int], str]
 ) -> tuple[dict[str, list[np.ndarray]], dict[int, BadObject]]:
-    """The pixels of each field, and the samples with an image that cannot be decoded or does not fit."""
+    """Return the pixels of each field, and the samples with an image that cannot be decoded or does not fit the
+    dataset."""
     arrays: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
     bad: dict[int, BadObject] = {}
     for field in images:
@@ -459,11 +489,12 @@ def _decoded(
                 image = decode_image(_value(block, field.name, at), pixels.size, masks=pixels.masks)
                 if image.ndim != field.rank or image.dtype != field.numpy:
                     raise BadObject(
-                        f"an image that becomes {image.dtype} {image.shape}, but the dataset has {field.describe()}"
+                        f"the image is {image.dtype} {image.shape} when decoded, but the dataset has {field.describe()}"
                     )
                 if field.kind == "fixed" and image.shape != field.shape:
                     raise BadObject(
-                        f"an image of shape {image.shape}, but the dataset has {field.shape}; --resize gives all one"
+                        f"an image of shape {image.shape}, but the dataset has {field.shape}; give all images one"
+                        " size with --resize"
                     )
             except BadObject as error:
                 bad.setdefault(at, _named(block, field.name, at, error, name))

@@ -1,15 +1,13 @@
-"""Keys and ETags on disk, 64 objects at a time: neighbours share most of their text, which zlib takes out.
+"""Keys and ETags of a listing on disk, in blocks of 64 objects. Neighbouring keys share most of their text, which zlib
+removes.
 
 ::
 
     objects.npy   uint8             the blocks, one after another
     blocks.npy    int64 (blocks + 1,)   where each begins
 
-    a block       zlib: kind of the ETags, lengths of keys (uint16 each), lengths of ETags, keys
-                  zlib: ETags; bytes in place of hexadecimal digits, if they are nothing else; absent without any
-
-A key of ImageNet takes 4.2 bytes of its 36. Shared prefixes alone, without zlib, left 10. A block of 128 saves half a
-byte more and takes twice as long to read for one key. The checksums of zlib find damage.
+A key of ImageNet takes 4.2 of its 36 bytes. Removing shared prefixes without zlib left 10 bytes. Blocks of 128 objects
+save another half byte, but reading one key takes twice as long. The checksums of zlib detect damage.
 """
 
 from __future__ import annotations
@@ -31,22 +29,25 @@ from cachetool.stores.base import KEY_BYTES
 __all__ = ["BLOCK", "KeyBlocks", "packed"]
 
 BLOCK = 64
-"""Objects of a block; the last one may have fewer."""
+"""Number of objects in a block; the last block may have fewer."""
 _NONE, _TEXT, _HEX = b"\0", b"\1", b"\2"
 _MOST = BLOCK * (KEY_BYTES + 4) + 1
-"""Bytes of one of the two parts, at most."""
+"""Most bytes of either part of a block: 64 keys of the longest length, their lengths, and the kind of the ETags."""
 _KEPT = 16
-"""Blocks that stay in memory: objects are often read in their order."""
+"""Number of blocks kept unpacked in memory. Objects are often read in order, and unpacking a block takes about 20
+us."""
 
 Pair = tuple[bytes, bytes]
 """A key and its ETag."""
 
 
 def packed(keys: Sequence[bytes], etags: Sequence[bytes]) -> bytes:
-    """The block of at most :data:`BLOCK` objects."""
+    """Return the block of at most :data:`BLOCK` objects as bytes."""
     text = b"".join(etags)
     kind, body = (_TEXT, text) if text else (_NONE, b"")
     try:
+        # Most ETags are MD5 sums in hexadecimal, which take half the space as bytes. The comparison with `text` keeps
+        # ETags as text if unpacking would not give back the same characters: fromhex also accepts capitals and spaces.
         if (digits := bytes.fromhex(text.decode("ascii"))).hex().encode() == text and text:
             kind, body = _HEX, digits
     except ValueError:
@@ -57,10 +58,10 @@ def packed(keys: Sequence[bytes], etags: Sequence[bytes]) -> bytes:
 
 
 class KeyBlocks:
-    """The blocks of a listing, memory-mapped."""
+    """The memory-mapped blocks of a listing."""
 
     def __init__(self, folder: Path, data: npt.NDArray[Any], starts: npt.NDArray[Any], objects: int) -> None:
-        """Raises :class:`CorruptError` for arrays that are not of so many objects."""
+        """Raise :class:`CorruptError` for arrays that do not belong to ``objects`` objects."""
         self._folder, self._data, self._starts, self._objects = folder, data, starts, objects
         self._block = functools.lru_cache(_KEPT)(self._unpacked)
         bounds_fit = starts.shape == (-(-objects // BLOCK) + 1,) and starts.dtype == np.int64
@@ -68,20 +69,23 @@ class KeyBlocks:
             raise self._damaged()
 
     def __getitem__(self, index: int) -> Pair:
-        """Key and ETag of the object at a position. Raises :class:`CorruptError` for a damaged block."""
+        """Return the key and ETag of the object at a position. Raises :class:`CorruptError` for a damaged block."""
         number, at = divmod(index, BLOCK)
         keys, etags, bounds, etag_bounds = self._block(number)
         return keys[bounds[at] : bounds[at + 1]], etags[etag_bounds[at] : etag_bounds[at + 1]]
 
     def __iter__(self) -> Iterator[Pair]:
-        """All of them, in order."""
+        """Yield the key and ETag of every object in order."""
+        # Calls _unpacked, not the cached _block: a walk over all blocks would only push out the blocks kept for single
+        # objects.
         for number in range(len(self._starts) - 1):
             keys, etags, bounds, etag_bounds = self._unpacked(number)
             yield from zip(_cut(keys, bounds), _cut(etags, etag_bounds), strict=True)
 
     def _unpacked(self, number: int) -> tuple[bytes, bytes, list[int], list[int]]:
-        """Keys and ETags of a block, one after another, and where each of them begins and ends."""
+        """Return the keys and the ETags of a block, each as one byte string with the bounds of its entries."""
         start, stop = self._starts[number : number + 2].tolist()
+        # A damaged blocks.npy may name any range. Two parts of at most _MOST bytes bound what is copied out of the map.
         if not 0 <= start < stop <= min(len(self._data), start + 2 * _MOST):
             raise self._damaged()
         count = min(BLOCK, self._objects - number * BLOCK)
@@ -96,6 +100,8 @@ class KeyBlocks:
         except (zlib.error, struct.error) as error:
             raise self._damaged() from error
         bounds, etag_bounds = ([0, *accumulate(part)] for part in (lengths[:count], lengths[count:]))
+        # zlib detects damage in its own bytes only. These checks find a block that was cut, extended or swapped as a
+        # whole.
         if kind not in (_NONE, _TEXT, _HEX) or rest or (bounds[-1], etag_bounds[-1]) != (len(keys), len(etags)):
             raise self._damaged()
         return keys, etags, bounds, etag_bounds
@@ -105,8 +111,12 @@ class KeyBlocks:
 
 
 def _inflated(data: bytes) -> tuple[bytes, bytes]:
-    """What is packed, and what follows. Raises ``zlib.error`` for more than :data:`_MOST` bytes."""
+    """Return the unpacked bytes of the first zlib stream in ``data``, and the bytes after that stream.
+
+    Raises ``zlib.error`` for more than :data:`_MOST` bytes.
+    """
     stream = zlib.decompressobj()
+    # The limit counts unpacked bytes, because a few damaged or hostile bytes can unpack to gigabytes.
     out = stream.decompress(data, _MOST)
     if not stream.eof:
         raise zlib.error("it does not end")

@@ -1,4 +1,5 @@
-"""From an object's key to its sample and its field, as in WebDataset: a name's part up to its first dot is the sample.
+"""The rules that turn an object's key into a sample and a field. As in WebDataset, the name up to its first dot is the
+sample.
 
 ::
 
@@ -41,38 +42,40 @@ CONTAINERS = ("npz", "json")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One object as a part of its sample."""
+    """The sample and field that one object belongs to."""
 
     sample: str
     """The sample's key."""
     field: str
-    """The field's name; for a container what comes before the names of its fields, ``""`` or ending in ``/``."""
+    """The field's name. For a container: the prefix of the names of its fields, ``""`` or a text that ends in ``/``."""
     kind: Kind
 
 
 class Stem:
-    """The rule that cuts a key in two: ``first`` or ``last`` dot of its last part, or a regular expression.
+    """The rule that cuts a key into sample and field: the first or last dot of the name, or a regular expression.
 
-    The expression is matched at the beginning of the key. Its group ``key``, else its first group, else all that
-    matched, is the sample's key. Its group ``field``, else what follows the sample's key (without dots, dashes,
-    underscores and slashes at its ends, and without the extension), is the field. The extension of the key decides what
-    the object is.
+    The expression is matched at the beginning of the key. The sample's key is its group ``key``, otherwise its first
+    group, otherwise the whole match. The field is its group ``field``, otherwise the text after the sample's key
+    without the extension and without dots, dashes, underscores and slashes at its ends. The extension of the key
+    decides how the object is decoded.
     """
 
     def __init__(self, rule: str) -> None:
-        """Raises :class:`UsageError` for an expression that is none."""
+        """Raise :class:`UsageError` for a regular expression that is not valid."""
         self.rule = parse_text(rule, what="--stem")
         self._pattern: re.Pattern[str] | None = None
         if rule not in ("first", "last"):
             try:
                 self._pattern = re.compile(rule)
             except (re.error, OverflowError, RecursionError) as error:
+                # re.compile raises OverflowError for repeat counts above 2**32 and RecursionError for deep nesting,
+                # both of which a user can type.
                 raise UsageError(
-                    f"--stem is first, last or a regular expression; {shown(rule)} is none: {error}"
+                    f"--stem must be first, last or a regular expression; {shown(rule)} is not a valid one: {error}"
                 ) from None
 
     def split(self, key: str) -> Part | str:
-        """The part that ``key`` is of its sample, or why it is none, in a few words."""
+        """Return the sample and field of ``key``, or the reason why it belongs to no sample, in a few words."""
         name = key.rpartition("/")[2]
         if name.startswith(".") or "/." in key or key.startswith("."):
             return "hidden"
@@ -104,19 +107,20 @@ class Stem:
 
 
 def is_decoded(extension: str) -> bool:
-    """Whether objects with this extension are more than bytes."""
+    """Return True if objects with this extension are decoded, not kept as bytes."""
     return extension in _KINDS
 
 
 def extension_of(key: str) -> str:
-    """What follows the last dot of a key's name, in lower case."""
+    """Return the text after the last dot of a key's name, in lower case; empty without a dot."""
     name = key.rpartition("/")[2]
     return name.rpartition(".")[2].lower() if "." in name else ""
 
 
 def _cut(suffix: str) -> tuple[str, str]:
-    """What follows the sample's key, as a field's name and an extension; an unknown extension stays with the name."""
+    """Return the field's name and the extension from the text after the sample's key."""
     name, _, extension = suffix.rpartition(".")
+    # An unknown extension stays part of the field's name, so that 0001.tar.gz gets the field tar.gz and not gz.
     if extension.lower() in _KINDS:
         return name.strip("."), extension.lower()
     return "", suffix

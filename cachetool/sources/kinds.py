@@ -1,4 +1,5 @@
-"""The registry of kinds of files; and whether a place is a folder of objects, each one sample, or files of many.
+"""The registry of kinds of files, and the decision whether a place is a folder of objects (one sample each) or of files
+with many samples each.
 
 ========  ==========================================================  ==================================
 kind      a file named, or a folder that is                           several in one folder
@@ -16,20 +17,23 @@ raw       anything, with ``--value-format raw:DTYPE,SHAPE``           objects, o
                                                                       (``--read-as files``: files)
 ========  ==========================================================  ==================================
 
-A single file is known by its first bytes, and by its name where they say nothing. In a folder the name decides. Of
-extensions that no kind and no object of a sample has, two files are looked at: if both are of one kind, all with this
-extension are files of that kind (``.nc`` and ``.mat``: HDF5). In a folder of several kinds the bytes decide: it is one
-of the files of many samples that have the most bytes, if these are at least half of all, and else one of objects
-(``--read-as`` decides otherwise). But it is one of archives when these are three quarters of its files, whatever their
-bytes, and a file of another kind does not count that has the name of an archive (``00000.tar``, ``00000.parquet``).
-What is beside such files is left out and named. Files that only describe others (``.idx``, ``.index``, checksums,
-``README.md``, ``dataset_info.json``, names without an extension) do not count, nor what ``cachetool convert --out``
-writes beside its files: ``dataset.json`` and ``.extents``.
+The first bytes decide the kind of a single file, and its name if the bytes do not tell. In a folder the name decides.
+If an extension belongs to no kind and to no object of a sample, two files with that extension are opened. If both are
+of one kind, all files with the extension are of that kind (``.nc`` and ``.mat``: HDF5).
 
-A package of its own adds a kind with an entry point in the group ``cachetool.sources``::
+In a folder of several kinds the bytes decide. The kind of many-sample files with the most bytes is the source if these
+files have at least half of all bytes. Otherwise the place is a folder of objects (``--read-as`` decides otherwise).
+Archives are the source when three quarters of the files are archives, whatever their bytes. Files of another kind do
+not count if they have the name of an archive (``00000.tar``, ``00000.parquet``).
+
+Files beside the source's files are left out and named. Files that only describe others do not count: ``.idx``,
+``.index``, checksums, ``README.md``, ``dataset_info.json``, names without an extension, and the files that ``cachetool
+convert --out`` writes beside its data (``dataset.json`` and ``.extents``).
+
+A package adds a kind of its own with an entry point in the group ``cachetool.sources``::
 
     [project.entry-points."cachetool.sources"]
-    rawf32 = "mypackage.rawf32:KIND"      # a Kind; :class:`cachetool.sources.byte_source.SourceFile` is what it opens
+    rawf32 = "mypackage.rawf32:KIND"      # a Kind; its opener gets a cachetool.sources.byte_source.SourceFile
 """
 
 from __future__ import annotations
@@ -86,43 +90,47 @@ __all__ = [
 ENTRY_POINTS = "cachetool.sources"
 """The entry point group that adds kinds of files."""
 _LOOKED_AT = 2
-"""Files of an extension that are looked at..."""
+"""Number of files opened for each unknown extension."""
 _MOST_EXTENSIONS = 3
-"""...for so many of them, those with the most bytes."""
+"""Number of unknown extensions whose files are opened: those with the most bytes."""
 _COUNTED = 64
-"""Unknown extensions that are told apart."""
+"""Number of unknown extensions that are counted separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of files that hold many samples: how it is known, and how it is opened."""
+    """One kind of files that hold many samples: how files of this kind are recognised and opened."""
 
     name: str
     suffixes: tuple[str, ...]
-    """Ends of names, in lower case."""
+    """Ends of file names, in lower case."""
     opener: str
-    """``module:function``, called with a :class:`~cachetool.sources.byte_source.SourceFile` and
-    :class:`~cachetool.sources.options.SourceOptions`; gives a :class:`~cachetool.sources.rows.ColumnFile`, or for
-    ``records`` a :class:`~cachetool.sources.readers.RecordFile`."""
+    """The function that opens a file, as ``module:function``. It is called with a
+    :class:`~cachetool.sources.byte_source.SourceFile` and :class:`~cachetool.sources.options.SourceOptions`, and
+    returns a :class:`~cachetool.sources.rows.ColumnFile`, or for ``records`` a
+    :class:`~cachetool.sources.readers.RecordFile`."""
     magic: Callable[[bytes], bool] = lambda head: False
-    """Whether a file begins so, by its first :data:`HEAD` bytes."""
+    """A function that returns True if the first :data:`HEAD` bytes of a file show this kind."""
     marks: tuple[str, ...] = ()
-    """Names of files that make the folder they lie in one file of this kind."""
+    """Names of files that turn the folder they lie in into one file of this kind."""
     records: bool = False
-    """Whether a file is one sample after another, as opposed to arrays whose rows are samples."""
+    """True if a file is a sequence of samples; False if a file holds arrays whose rows are samples."""
     guarded: bool = True
-    """Whether a process of its own reads it, which a damaged file may kill."""
+    """True if a separate process reads the file, because a damaged file may crash the process that reads it."""
     by_path: bool = False
-    """Whether its library reads nothing but a whole file of this machine."""
+    """True if the library reads only complete files on this machine."""
     one_sample: bool = False
-    """Whether a folder of such files is a folder of objects, unless files are asked for."""
+    """True if a folder of such files is a folder of objects, unless ``--read-as`` asks for files."""
 
     def opened(self, file: Any, options: Any) -> Any:
-        """What :attr:`opener` gives. An error of a file that is something else says what it is."""
+        """Call :attr:`opener` and return its result. If the file is of another kind, the error says which."""
         module, _, name = self.opener.partition(":")
         try:
+            # The reader is imported only now: zarr takes 0.25 s to import and h5py 0.09, which other kinds must not
+            # pay.
             return getattr(importlib.import_module(module), name)(file, options)
         except EmptyFile:
+            # An empty file is a sound file of this kind, so its first bytes would only add a wrong explanation.
             raise
         except BadObject as error:
             if not file.root and (what := self._foreign(file)):
@@ -130,30 +138,30 @@ class Kind:
             raise
 
     def _foreign(self, file: Any) -> str:
-        """What a file is that is none of this kind, in words; empty where its first bytes do not say it."""
+        """Return in words what the file is instead of this kind; empty if its first bytes do not tell."""
         head = bytes(file.ranges.part(file.number, 0, HEAD)) if file.path is None else _beginning(file.path)
         if self.magic(head):
             return ""
         inside = kind_of_head(head)
         if inside is not None:
-            return f"one of {inside.name}, which a name such as {file.name.stem}{inside.suffixes[0]} would say"
+            return f"of the kind {inside.name}; rename it, for example to {file.name.stem}{inside.suffixes[0]}"
         return "" if self.name == "npz" and head.startswith(ZIP) else foreign(head)
 
 
 _PART = re.compile(r"\.tfrec(ords?)?(\.gz)?-\d+-of-\d+(\.gz)?\Z|-\d{5,}-of-\d{5,}\Z")
 _ASIDE = frozenset({"idx", "index", "tfindex", "md", "md5", "sha256", "crc", "rst", "yaml", "yml", "lock"})
 INDEXES = (".idx", ".index", ".tfindex")
-"""Ends of names of what says where the records of a file lie."""
-_OF_CONVERT, _OF_LIBRARIES = "written beside its files by convert", "indexes and locks"
+"""Ends of the names of index files, which say where the records of a file lie."""
+_OF_CONVERT, _OF_LIBRARIES = "written by convert beside the data files", "indexes and locks"
 IN_USE = (_OF_CONVERT, _OF_LIBRARIES)
-"""The reasons of names that are no samples, but used by who reads these."""
+"""Reasons for names that are no samples, although the readers of the samples use the files."""
 _SIDE_TABLE = re.compile(r"(metadata|meta|manifest|index)\.parq(uet)?", re.IGNORECASE)
-"""A table that describes other files, where there are any."""
+"""Names of tables that describe the other files of a folder."""
 _MOST_STEMS = 2**18
-"""Names of one kind that are compared with those of another."""
+"""Most names of one kind that are compared with the names of archives."""
 _PACKED = ("gz", "bz2", "xz", "zst")
 _LOCKS = ("lock.mdb", ".lmdb-lock", ".mdb-lock")
-"""Ends of names of what LMDB keeps beside its files."""
+"""Ends of the names of the lock files that LMDB keeps beside its files."""
 
 
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrec")
@@ -189,10 +197,12 @@ _SUFFIXES = tuple(suffix for kind in _BUILT_IN for suffix in kind.suffixes)
 
 @functools.cache
 def kinds() -> dict[str, Kind]:
-    """All kinds by name; a name of ours cannot be taken by somebody else's entry point. Raises :class:`UsageError`."""
+    """Return all kinds by name. Raises :class:`UsageError` for an entry point that cannot be loaded."""
     from importlib.metadata import entry_points
 
     all_kinds = {kind.name: kind for kind in _BUILT_IN}
+    # Built-in names win, so an installed package cannot replace the reader of files that listings already name. Sorted
+    # by name, because the first kind that recognises a file wins.
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         if point.name not in all_kinds:
             all_kinds[point.name] = _loaded(point)
@@ -200,15 +210,16 @@ def kinds() -> dict[str, Kind]:
 
 
 def _loaded(point: EntryPoint) -> Kind:
-    """The kind that an entry point names. Listings keep the kind's own name, so the entry point must have the same."""
+    """Return the kind that an entry point names. Raises :class:`UsageError` if the entry point names no usable kind."""
     try:
         kind = point.load()
     except (ImportError, AttributeError) as error:
         raise UsageError(f"kind {point.name!r} cannot be loaded from {point.value}: {error}") from error
     if not isinstance(kind, Kind):
         raise UsageError(
-            f"kind {point.name!r} cannot be loaded from {point.value}: it is no cachetool.sources.kinds.Kind"
+            f"kind {point.name!r} cannot be loaded from {point.value}: it is not a cachetool.sources.kinds.Kind"
         )
+    # A listing keeps the kind's own name, and a later process finds the kind by the entry point's name.
     if kind.name != point.name:
         raise UsageError(
             f"the entry point {point.name!r} ({point.value}) names the kind {kind.name!r}; give both the same name"
@@ -217,66 +228,78 @@ def _loaded(point: EntryPoint) -> Kind:
 
 
 def kind_named(name: str) -> Kind:
-    """The kind called so, as a listing keeps it. Raises :class:`UsageError` for one that is not installed here."""
+    """Return the kind of this name, as listings keep it. Raises :class:`UsageError` for a kind that is not installed
+    here."""
     try:
         return next((kind for kind in (*_BUILT_IN, RAW) if kind.name == name), None) or kinds()[name]
     except KeyError:
-        raise UsageError(f"no package here reads files of the kind {name!r}; known are {', '.join(kinds())}") from None
+        raise UsageError(
+            f"no installed package reads files of the kind {name!r}; installed kinds: {', '.join(kinds())}"
+        ) from None
 
 
 def check_read_as(read_as: str | None) -> None:
-    """Raise :class:`UsageError` for what is neither a way to read a place nor a kind of files."""
-    if read_as not in (None, *READ_AS, *(kind.name for kind in _BUILT_IN)):  # others are searched for
+    """Raise :class:`UsageError` if ``read_as`` is neither a way to read a place nor a kind of files."""
+    # Built-in names are compared first, because a search for installed packages takes as long as opening a small file.
+    if read_as not in (None, *READ_AS, *(kind.name for kind in _BUILT_IN)):
         parse_choice(read_as, (*READ_AS, *kinds()), what="--read-as")
 
 
 def _by_turns() -> Iterator[Kind]:
-    """All kinds. The packages that are installed are searched for more of them only after the built-in ones, because
-    that takes as long as all else that opens a small file."""
+    """Yield all kinds, the built-in ones first."""
+    # The built-in kinds come first because searching the installed packages takes as long as everything else that opens
+    # a small file.
     yield from _BUILT_IN
     yield from _installed()
 
 
 def _installed() -> Iterator[Kind]:
-    """The kinds of other packages."""
+    """Yield the kinds that other packages add."""
     return itertools.islice(kinds().values(), len(_BUILT_IN), None)
 
 
 def kind_of(name: str) -> Kind | None:
-    """What a file of this name holds, if it holds many samples."""
+    """Return the kind that a file's name tells, or None for a name of no file with many samples."""
     name = name.lower()
     if "-of-" in name and _PART.search(name):
         return kind_named("tfrecord")
     if name.endswith(_LOCKS):
         return None
-    some = _by_turns() if name.endswith(_SUFFIXES) else _installed()  # of a million names most have no such end
+    # One endswith() over all suffixes first: of a million names of objects most end in none of them.
+    some = _by_turns() if name.endswith(_SUFFIXES) else _installed()
     return next((kind for kind in some if name.endswith(kind.suffixes) and "." in name.lstrip(".")), None)
 
 
 def kind_of_head(head: bytes) -> Kind | None:
-    """What a file holds that begins with ``head``."""
+    """Return the kind of a file that begins with the bytes ``head``, or None."""
     return next((kind for kind in _by_turns() if kind.magic(head)), None)
 
 
 def kind_by(name: str, head: bytes) -> Kind | None:
-    """What a file of this name holds that begins with ``head``: by its content first, by its name where that says
-    nothing. Raises :class:`BadObject` when the name promises a kind and the content is known to be none."""
+    """Return the kind of a file by its first bytes ``head``, or by its name if the bytes do not tell.
+
+    Raises :class:`BadObject` if the name promises a kind and the bytes show that the file is something else.
+    """
     named = kind_of(name)
     if named is not None and named.magic(head):
         return named
     inside = kind_of_head(head)
-    is_zip = named is not None and named.name == "npz" and head.startswith(ZIP)  # its arrays may come later
+    # A zip file may begin with a member that is no array, so its first bytes do not show that it is an .npz.
+    is_zip = named is not None and named.name == "npz" and head.startswith(ZIP)
     if inside is None and named is not None and not is_zip and (what := foreign(head)):
         raise BadObject(f"{printable(name)!r} is no {named.name} file: it is {what}")
     return inside or named
 
 
 _IN_HUB = 4
-"""Slashes of ``hf://datasets/OWNER/NAME``, which is a folder whatever its name."""
+"""Slashes in ``hf://datasets/OWNER/NAME``, which is a folder whatever its name."""
 
 
 def parent_of(url: str) -> tuple[str, str]:
-    """The URL of the folder that ``url`` lies in, and its name there; no name for a folder or a whole bucket."""
+    """Return the URL of the folder that ``url`` lies in, and the name in that folder.
+
+    The name is empty for a folder or a whole bucket.
+    """
     place, mark, query = url.partition("?") if split_url(url)[0] in ("http", "https") else (url, "", "")
     folder, slash, name = place.rpartition("/")
     if not slash or folder.endswith("/") or (split_url(url)[0] == "hf" and folder.count("/") < _IN_HUB):
@@ -287,9 +310,9 @@ def parent_of(url: str) -> tuple[str, str]:
 
 
 def locate(url: str) -> tuple[str, str, Kind] | None:
-    """For a URL or path of one file: that of its folder, its name there, and its kind; else None.
+    """Return the URL of the folder, the name and the kind of the one file at ``url``; None if ``url`` is no such file.
 
-    Raises :class:`AccessDenied` for a path that this user may not look at, :class:`UsageError` for one of a device.
+    Raises :class:`AccessDenied` for a path that this user may not read, :class:`UsageError` for a device.
     """
     if "://" not in url:
         try:
@@ -302,7 +325,7 @@ def locate(url: str) -> tuple[str, str, Kind] | None:
 
 
 RAW = Kind("raw", (), "cachetool.sources.raw:open_raw", guarded=False)
-"""Files of nothing but numbers; no name and no first bytes tell them, only ``--value-format raw:DTYPE,SHAPE``."""
+"""Files of raw numbers. No name and no first bytes show this kind, only ``--value-format raw:DTYPE,SHAPE``."""
 _ZARR = next(kind for kind in _BUILT_IN if kind.name == "zarr")
 
 
@@ -312,19 +335,20 @@ def _local(path: Path) -> tuple[str, str, Kind] | None:
         return next(((str(path), mark, kind) for mark, kind in marks if (path / mark).is_file()), None)
     if not path.exists():
         return None
-    if not stat.S_ISREG(path.stat().st_mode):  # nobody may ever write into a pipe
+    # Opening a named pipe would block for ever if no process writes into it.
+    if not stat.S_ISREG(path.stat().st_mode):
         raise UsageError(f"{path} is a device, a pipe or a socket; name a file or a folder")
     kind = kind_by(path.name, _beginning(path))
     return None if kind is None or kind is _ZARR else (str(path.parent), path.name, kind)
 
 
 def refuse_file(path: Path) -> None:
-    """Raise :class:`UsageError` for a path of a file of no known kind."""
+    """Raise :class:`UsageError` if ``path`` is a file of no known kind."""
     if path.is_file():
         what = foreign(_beginning(path))
         raise UsageError(
-            f"{printable(str(path))!r} is a file; give the folder that holds the samples, or a file of many samples"
-            f" ({', '.join(kinds())}){f': this is {what}' if what else ''}"
+            f"{printable(str(path))!r} is a file of an unknown kind{f': {what}' if what else ''};\n"
+            f"give the folder that holds the samples, or a file of many samples ({', '.join(kinds())})"
         )
 
 
@@ -334,7 +358,7 @@ def _beginning(path: Path) -> bytes:
 
 
 class Census:
-    """Counts what lies in a place while its listing passes by."""
+    """Counts of the files of a place, collected while its listing is read, and the decision what the place is."""
 
     def __init__(self, url: str) -> None:
         self.url = redact(url)
@@ -346,15 +370,15 @@ class Census:
         self._unknown: Counter[str] = Counter()
         self._unknown_bytes: Counter[str] = Counter()
         self.learned: dict[str, Kind] = {}
-        """Kinds of files by extensions that none of them has."""
+        """Kinds of files by extension, for extensions that belong to no kind."""
         self._sized = True
         self.is_zarr = False
-        """Whether the place itself is a Zarr."""
+        """True if the place itself is a Zarr."""
         self.exported: Object | None = None
-        """Its ``dataset.json``, by which it may be a folder that ``convert --out`` wrote."""
+        """The place's ``dataset.json``, which shows a folder written by ``convert --out``."""
 
     def count(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
-        """The pages, as they are."""
+        """Yield ``pages`` unchanged and count their objects."""
         for page in pages:
             for item in page:
                 self._count(item)
@@ -384,12 +408,16 @@ class Census:
             elif not file_kind.one_sample:
                 stems = self._stems.setdefault(file_kind.name, set())
                 if len(stems) <= _MOST_STEMS:
+                    # Hashes instead of names, because up to 2**18 of them are held for each kind while the listing is
+                    # read.
                     stems.add(hash(name.partition(".")[0]))
         self._kinds[kind] += 1
         self._bytes[kind] += max(0, item.size)
+        # Some web servers list no sizes. As soon as one size is missing, kinds are compared by number of files.
         self._sized = self._sized and item.size >= 0
 
     def _count_unknown(self, item: Object, extension: str) -> None:
+        # A hostile listing may have a new extension for each key, so only the first 64 are counted.
         if is_decoded(extension) or (extension not in self._extensions and len(self._extensions) >= _COUNTED):
             return
         items = self._extensions.setdefault(extension, [])
@@ -399,16 +427,18 @@ class Census:
         self._unknown_bytes[extension] += max(0, item.size)
 
     def look_inside(self, head_of: Callable[[Object], bytes], read_as: str | None) -> None:
-        """Learn of which kind the files of unknown extensions are, where that may decide what the place is."""
+        """Open files with unknown extensions to learn their kind, if that may decide what the place is."""
         if read_as == "objects" or self.is_zarr or (read_as is None and self.kind(None) is not None):
             return
         weights = self._unknown_bytes if self._sized else self._unknown
+        # Opening files costs requests. Files with less than half of all bytes cannot become the source.
         if read_as is None and 2 * sum(weights.values()) < sum(map(self._weight, self._kinds)):
             return
         nameless = read_as is not None or not any(self._kinds.values())
         extensions = [extension for extension, _ in weights.most_common() if extension or nameless]
         for extension in extensions[:_MOST_EXTENSIONS]:
             inside = {kind_of_head(head_of(item)) for item in self._extensions[extension]}
+            # Two files of different kinds, or one that cannot be recognised, leave the extension unknown.
             if len(inside) == 1 and (kind := inside.pop()) is not None:
                 self.learned[extension] = kind
                 for counts, unknown in ((self._kinds, self._unknown), (self._bytes, self._unknown_bytes)):
@@ -417,35 +447,37 @@ class Census:
 
     @property
     def inside(self) -> str:
-        """A note on objects that are taken as bytes, and are files of rows by their first bytes; empty without any."""
+        """A note on objects that are stored as bytes although their first bytes show files of rows; empty without such
+        objects."""
         learned = {extension: kind.name for extension, kind in self.learned.items()}
         if not learned:
             return ""
         named = ", ".join(
-            f"{f'.{extension}' if extension else 'nameless'} ({name})" for extension, name in learned.items()
+            f"{f'.{extension}' if extension else 'no extension'} ({name})" for extension, name in learned.items()
         )
-        return f"taken as bytes: {named}; to read the rows of them as samples: --read-as files"
+        return f"read as bytes: files of the extensions {named}; to read their rows as samples: --read-as files"
 
     def kind(self, read_as: str | None) -> Kind | None:
-        """The kind of files that the place consists of; None for a folder of objects.
+        """Return the kind of files that the place consists of; None for a folder of objects.
 
-        Raises :class:`UsageError` when files, or those of one kind, are asked for and there are none.
+        Raises :class:`UsageError` when files, or files of one kind, are asked for and there are none.
         """
         if read_as == "objects":
             return None
         if self.is_zarr and read_as in (None, *OF_FILES, _ZARR.name):
             return _ZARR
         counts = dict(self._kinds)
-        if self._side_tables and not (counts and read_as is None):  # nothing is there that they may describe
+        # Tables such as metadata.parquet describe other files. Without other files they are the samples themselves.
+        if self._side_tables and not (counts and read_as is None):
             counts["parquet"] = counts.get("parquet", 0) + self._side_tables
         names = [name for name in counts if name is not None]
         if read_as not in (None, *OF_FILES):
             if read_as not in names:
-                raise UsageError(f"--read-as {read_as}: under {self.url} {_amounts(counts)}")
+                raise UsageError(f"--read-as {read_as}: {self.url} {_amounts(counts)}")
             return kind_named(read_as)
         if read_as is not None and not names:
             raise UsageError(
-                f"--read-as {read_as}: under {self.url} there are none that hold many samples; known are"
+                f"--read-as {read_as}: {self.url} has no files of many samples; the known kinds are"
                 f" {', '.join(kinds())}"
             )
         side = self._side_kinds(names)
@@ -455,6 +487,8 @@ class Census:
         others = {name: count for name, count in counts.items() if name not in side}
         many = [name for name in files if not kind_named(name).one_sample]
         total = sum(others.values())
+        # Two .h5 files beside two .pdf files once became two samples of raw bytes, so bytes decide. Archives are the
+        # exception: a folder of archives stays one whatever a large file beside them weighs.
         nearly_all = [name for name in many if 4 * counts[name] >= 3 * total]
         for name in nearly_all:
             if _is_archive(name):
@@ -467,7 +501,8 @@ class Census:
         return kind_named(nearly_all[0]) if nearly_all else None
 
     def _side_kinds(self, names: list[str]) -> set[str]:
-        """Kinds all of whose files lie beside an archive of the same name, as the tables of img2dataset do."""
+        """Return the kinds whose every file lies beside an archive of the same name, such as the tables of
+        img2dataset."""
         archives = set().union(*(self._stems.get(name, ()) for name in names if _is_archive(name)))
         tables = [name for name in names if name in self._stems and not _is_archive(name)]
         return {name for name in tables if len(self._stems[name]) <= _MOST_STEMS and self._stems[name] <= archives}
@@ -482,35 +517,36 @@ def _is_archive(name: str) -> bool:
 
 
 def _amounts(counts: dict[str | None, int]) -> str:
-    """What there is, for a message."""
+    """Return the counts of files for a message."""
     texts = [f"{number} {name or 'other'}" for name, number in counts.items()]
-    return f"there is none; there are {', '.join(texts)} files" if texts else "there is no file"
+    return f"has no such file; it has {', '.join(texts)} files" if texts else "has no files"
 
 
 def _describes(key: str) -> bool:
-    """True for a file that only describes others, or that is there for a program."""
+    """Return True for a file that only describes others, or that belongs to a program."""
     folder, _, name = key.rpartition("/")
     if is_ours(key) or name.endswith(_LOCKS) or describes(name):
         return True
     if not (name.startswith(".") or "." not in name or name.rpartition(".")[2].lower() in _ASIDE):
-        return False  # of a million keys most end here
+        # The cheap test comes first: of a million keys most end here.
+        return False
     return kind_of(name) is None and name not in _ZARR.marks and not _in_zarr(folder)
 
 
 def is_ours(key: str) -> bool:
-    """Whether ``cachetool convert --out`` writes a file of this name beside its files."""
+    """Return True if ``cachetool convert --out`` writes a file of this name beside its data files."""
     return key == DATASET_FILE or key.startswith(f"{SIDE_FOLDER}/")
 
 
 def _ending(name: str) -> str:
-    """The extension, with the one before where the last only says how the file is packed."""
+    """Return the extension, with the extension before it if the last one only names a compression."""
     ending = extension_of(name)
     inner = extension_of(name[: -len(ending) - 1]) if ending in _PACKED else ""
     return f"{inner}.{ending}" if inner else ending
 
 
 def _may_be_file(name: str) -> bool:
-    """Whether a name without an extension may be that of a file of samples: ``_SUCCESS`` and ``LICENSE`` are not."""
+    """Return True if a name without an extension may be a file of samples, unlike ``_SUCCESS`` and ``LICENSE``."""
     return "." not in name and not name.startswith("_") and not name.isupper()
 
 
@@ -519,25 +555,25 @@ def _in_zarr(folder: str) -> bool:
 
 
 class EachFile(Stem):
-    """The grouping of a listing of files: each object is a group of its own, those of other kinds are left out."""
+    """The grouping of a listing of files: each object is a group of its own, and files of other kinds are left out."""
 
     def __init__(self, kind: Kind, *, alone: bool = False, learned: Mapping[str, Kind] = MappingProxyType({})) -> None:
-        """``alone``: the one object is such a file, whatever its name; ``learned``: kinds by unknown extensions."""
+        """``alone``: the source is this one file, whatever its name. ``learned``: kinds by unknown extension."""
         self.rule = f"{'file' if alone else 'files'}:{kind.name}"
         self._kind, self._alone = kind, alone
         self._extensions = frozenset(extension for extension, inside in learned.items() if inside is kind)
         self.others = LeftOut()
-        """Files of other kinds, and those that only describe files."""
+        """Files of other kinds, and files that only describe files."""
         for extension in sorted(self._extensions):
             some = f".{extension} files" if extension else "files without an extension"
-            advice = "; to take each as bytes: --read-as objects" if extension else ""
-            self.others.add(NOTE, f"{some} are {kind.name} by their first bytes{advice}")
+            advice = "; to read each file as bytes: --read-as objects" if extension else ""
+            self.others.add(NOTE, f"{some} are read as {kind.name}, because they begin like {kind.name}{advice}")
 
     def _learned(self, name: str) -> bool:
         return _ending(name) in self._extensions and ("." in name or _may_be_file(name))
 
     def split(self, key: str) -> Part | str:
-        """The file, or why it is none."""
+        """Return the file as a group of its own, or the reason why it is left out."""
         name = key.rpartition("/")[2]
         if self._kind is not _ZARR and not self._alone:
             if is_ours(key):
@@ -553,7 +589,7 @@ class EachFile(Stem):
                 if _describes(key):
                     self.others.add(key, "describes other files")
                     return "describes other files"
-                why = f"no {self._kind.name} file" + ("" if kind is None else f"; --read-as {kind.name} takes it")
+                why = f"no {self._kind.name} file" + ("" if kind is None else f"; --read-as {kind.name} reads it")
                 self.others.add(key, why)
                 return why
         return Part(key, "", "bytes")

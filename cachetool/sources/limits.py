@@ -1,4 +1,4 @@
-"""How much a file is believed: what it claims to hold, against the bytes that it has on disk."""
+"""Limits on what a file may claim to hold, compared with the bytes that it has on disk."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ __all__ = [
     "quoted",
 ]
 
+# A few bytes of a hostile file can claim any shape. Without these limits a reader would allocate what the file claims.
 MAX_VALUE = 4 * 2**30
 """Bytes of the largest single value, chunk or record that is read."""
 FREE_VALUE = 64 * 2**20
-"""A value up to this size is read whatever the file's size..."""
+"""Bytes of a value that is read whatever the size of its file."""
 VALUE_RATIO = 100
-"""...a larger one takes at least one byte on disk for so many in memory."""
+"""Most bytes in memory for each byte on disk, for the part of a value above :data:`FREE_VALUE`."""
 FREE_TOTAL = 4 * 2**30
 TOTAL_RATIO = 1000
-"""The same for all samples together: sparse and empty data compress far better as a whole than one value does."""
+"""Most bytes in memory for each byte on disk, for all samples of a file together, above :data:`FREE_TOTAL`. It is
+larger than :data:`VALUE_RATIO` because sparse and empty data compress far better as a whole than one value does."""
 LMDB_HEAD = 32
+"""Number of bytes at the beginning of a file that show whether it is an LMDB file."""
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 
 
 def check_allocation(what: str, nbytes: int, *, stored: int) -> None:
-    """Refuse to make room for ``nbytes`` of one value that comes out of ``stored`` bytes on disk.
-
-    Raises :class:`BadObject` naming ``what``.
-    """
+    """Raise :class:`BadObject` naming ``what`` if one value of ``nbytes`` is too large for ``stored`` bytes on disk."""
     most = allowed(stored)
     if nbytes > most:
         raise BadObject(
-            f"{what} claims {format_size(nbytes)} in one piece, out of {format_size(stored)} on disk;"
-            f" at most {format_size(most)} are read"
+            f"{what} claims {format_size(nbytes)} in one piece, but the file has {format_size(stored)};"
+            f" at most {format_size(most)} can be read"
         )
 
 
 def allowed(stored: int) -> int:
-    """The bytes that one value may have that comes out of ``stored`` bytes."""
+    """Return the most bytes that one value may have when it comes out of ``stored`` bytes on disk."""
     return min(MAX_VALUE, FREE_VALUE + VALUE_RATIO * stored)
 
 
@@ -54,21 +54,24 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
     """
     for name, (nbytes, rows) in claims.items():
         check_allocation(f"{what}: a row of {quoted(name)}", nbytes // max(1, rows), stored=stored)
-    total = sum(max(nbytes, rows) for nbytes, rows in claims.values())  # rows of nothing do not go on for ever either
+    # A row counts as one byte at least: rows of no bytes could otherwise claim any number of samples, which would be
+    # read without an end.
+    total = sum(max(nbytes, rows) for nbytes, rows in claims.values())
     if total > FREE_TOTAL + TOTAL_RATIO * stored:
         name = max(claims, key=lambda array_name: claims[array_name][0])
         raise BadObject(
-            f"{what} claims {format_size(total)} of samples out of {format_size(stored)} on disk, most in"
-            f" {quoted(name)}; leave that out with --fields -{name}"
+            f"{what} claims {format_size(total)} of samples, but has {format_size(stored)} on disk; the largest field"
+            f" is {quoted(name)}: leave it out with --fields -{name}"
         )
 
 
 def is_lmdb(head: bytes) -> bool:
-    """Whether a file that begins with ``head`` (:data:`LMDB_HEAD` bytes) is one of LMDB: its magic number stands behind
-    the header of the first page, of 16 bytes (engine 0.9) or 24 (1.0)."""
+    """Return True if ``head``, the first :data:`LMDB_HEAD` bytes of a file, shows an LMDB file."""
+    # The magic number stands behind the header of the first page, which has 16 bytes in engine 0.9 and 24 in engine
+    # 1.0.
     return _LMDB_MAGIC in (head[16:20], head[24:28])
 
 
 def quoted(name: str) -> str:
-    """A name out of a file, fit to be shown."""
+    """Return a name from a file, quoted and shortened for a message."""
     return repr(name if len(name) <= 100 else name[:97] + "...")

@@ -1,15 +1,16 @@
-"""What a store held when it was listed, on disk: the objects in the order that numbers the units.
+"""The listing of a store on disk: its objects, in the order that numbers the units.
 
-One folder of arrays, made to be memory-mapped and shared; of ImageNet's names 8 bytes an object beside its ETag::
+A listing is one folder of arrays, memory-mapped and shared by processes. With ImageNet's names it takes 8 bytes an
+object besides the ETag::
 
     objects.npy    keys and ETags, sorted by (sample, key), packed (:mod:`cachetool.sources.key_blocks`)
     blocks.npy     where each block of them begins
-    sizes.npy      int32 or int64 (objects,)     -1 where the listing does not say
+    sizes.npy      int32 or int64 (objects,)     -1 where the store tells no size
     units.npy      int32 or int64 (units + 1,)   the first object of each unit; absent where all have as many objects
     listing.json   counts, rule of grouping, digest, names that are in no sample; written last
 
-Keys arrive in any order and any number: runs of :data:`RUN` keys are sorted in memory, put aside in the folder and
-merged, so that a hundred million keys take no more memory than a quarter of one.
+Keys may arrive in any order and any number. Runs of :data:`RUN` keys are sorted in memory, written to files and merged,
+so a hundred million keys take no more memory than one run.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ __all__ = ["LISTING_FILE", "TABLE_FILE", "Listing", "Record", "opened", "write_l
 
 LISTING_FILE = "listing.json"
 TABLE_FILE = "table.json"
-"""Beside the listing of files of many samples."""
+"""The file beside the listing of files of many samples."""
 RUN = 2**18
-"""Keys that are sorted in memory at a time."""
+"""Number of keys that are sorted in memory at a time."""
 _VERSION = 2
 _HEAD = struct.Struct("<IIIq")
 HIDDEN = "hidden"
-"""The reason of names that are counted, and not named."""
+"""The reason for hidden names, which are counted but not listed by name."""
 CHUNK = 2**14
-"""Objects that are written, or read in order, at a time: a multiple of a block."""
+"""Number of objects that are written, or read in order, at a time: a multiple of a block."""
 _NO_STARTS = np.zeros(0, dtype=np.int32)
 
 
@@ -70,12 +71,13 @@ def write_listing(
     inside: Callable[[], str] = str,
     grouping: Grouping | None = None,
 ) -> Listing:
-    """Write what ``pages`` name into ``folder``, which is made; the folder is whole once ``listing.json`` is there.
+    """Write the objects in ``pages`` as a listing into ``folder``, which is created. It is complete once
+    ``listing.json`` exists.
 
-    ``left_out`` is asked afterwards what the store passed over, ``inside`` for a note on what the objects are;
-    ``progress`` is told how many keys have come. ``grouping`` decides which names make samples, and may decide on
-    another stem than ``stem``, its own. Raises :class:`BadObject` for a key that is named twice, and the errors of
-    ``grouping``.
+    ``left_out`` is called after the last page and returns what the store left out; ``inside`` returns a note on what
+    the objects are. ``progress`` is called with the number of keys seen. ``grouping`` decides which names make samples,
+    and may choose another rule than ``stem``. Raises :class:`BadObject` for a key that is listed twice, and the errors
+    of ``grouping``.
     """
     make_missing(folder)
     passed_over = LeftOut()
@@ -94,6 +96,8 @@ def write_listing(
                 progress(seen)
         records = arrived.records
         if grouping is not None:
+            # Only all names together show whether the first or the last dot is meant, so names are cut once more at the
+            # end.
             if grouping.restem(url):
                 stem = grouping.stem
                 arrived.regroup(stem)
@@ -107,17 +111,17 @@ def write_listing(
 
 
 class _Arrived:
-    """The records of what was listed, in runs that are sorted in memory and put aside."""
+    """The records of a listing in progress, in sorted runs on disk and one run in memory."""
 
     def __init__(self, folder: Path, stem: Stem, grouping: Grouping | None) -> None:
         self._folder, self._stem, self._grouping = folder, stem, grouping
         self._runs: list[tuple[Record, Record, Path]] = []
-        """First and last record of each."""
+        """First record, last record and file of each run."""
         self._pending: list[Record] = []
         self._number = itertools.count()
 
     def add(self, item: Object, url: str) -> str | None:
-        """Take one object in; gives why it is none of a sample, or None."""
+        """Add one object; return the reason why it belongs to no sample, or None."""
         part = self._stem.split(item.key)
         if isinstance(part, str):
             return part
@@ -135,19 +139,22 @@ class _Arrived:
             self._pending = []
 
     def records(self) -> Iterator[Record]:
-        """All of them, sorted."""
+        """Return all records in sorted order."""
         self._pending.sort()
         runs = [(first, last, _take_back(path)) for first, last, path in self._runs]
         if self._pending:
             runs.append((self._pending[0], self._pending[-1], iter(self._pending)))
         runs.sort(key=lambda run: run[0])
         streams = [records for *_, records in runs]
-        if all(one[1] <= two[0] for one, two in pairwise(runs)):  # most stores list in the order of keys
+        # Most stores list in the order of keys, so the runs follow each other and need no merge.
+        if all(one[1] <= two[0] for one, two in pairwise(runs)):
             return itertools.chain(*streams)
         return heapq.merge(*streams)
 
     def regroup(self, stem: Stem) -> None:
-        """Cut the names of all of them in another way."""
+        """Cut all names again by another rule."""
+        # records() holds on to the old runs and the old list, so add() below can collect new ones while the old files
+        # are read.
         records, runs = self.records(), self._runs
         self._stem, self._runs, self._pending = stem, [], []
         try:
@@ -158,7 +165,7 @@ class _Arrived:
                 remove_path(path)
 
     def close(self) -> None:
-        """Remove what was put aside."""
+        """Delete the files of runs."""
         for *_, path in self._runs:
             remove_path(path)
 
@@ -173,7 +180,7 @@ def write_sorted(
     inside: Callable[[], str] = str,
     grouping: Grouping | None = None,
 ) -> Listing:
-    """:func:`write_listing` for records that are sorted already."""
+    """Write a listing as :func:`write_listing` does, from records that are sorted already."""
     make_missing(folder)
     facts = _Writer(folder, url).write(records)
     passed_over = LeftOut().joined(left_out())
@@ -185,16 +192,19 @@ def write_sorted(
         notes.append(grouping.note)
     facts |= {"left_out": passed_over, "named": passed_over.named, "more": passed_over.more}
     facts["notes"] = [note for note in notes if note]
+    # Written last, by one rename: a folder without listing.json is one whose process was killed, and is listed again.
     with replacing(folder / LISTING_FILE) as file:
         file.write(json.dumps(facts, indent=1).encode())
     return Listing.open(folder)
 
 
 def _encode(text: str) -> bytes:
+    """Return the UTF-8 bytes of a key; bytes that are no UTF-8 come back unchanged by :func:`_decode`."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def _put_aside(path: Path, records: list[Record]) -> Path:
+    """Sort the records and write them to a new file, each with its lengths in front."""
     records.sort()
     with new_file(path) as file:
         for sample, key, size, etag in records:
@@ -203,6 +213,7 @@ def _put_aside(path: Path, records: list[Record]) -> Path:
 
 
 def _take_back(path: Path) -> Iterator[Record]:
+    """Yield the records of a file that :func:`_put_aside` wrote."""
     with open(path, "rb") as file:
         while head := file.read(_HEAD.size):
             sample, key, etag, size = _HEAD.unpack(head)
@@ -211,7 +222,7 @@ def _take_back(path: Path) -> Iterator[Record]:
 
 
 class _Writer:
-    """Streams sorted records into the arrays."""
+    """The writer of the arrays of a listing; records must come sorted."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self._folder, self._url = folder, url
@@ -230,6 +241,8 @@ class _Writer:
         ):
             while some := list(itertools.islice(records, CHUNK)):
                 samples, keys, object_sizes, etags = zip(*some, strict=True)
+                # Records are sorted by sample, then key, so a key that is listed twice stands next to itself, also
+                # across two chunks.
                 if (twice := next((one for one, two in pairwise((last_key, *keys)) if one == two), None)) is not None:
                     raise BadObject(f"{self._url}: the key {_decode(twice)!r} is listed twice")
                 digest.update(b"".join([_HEAD.pack(len(a), len(b), len(d), c) + b + d for a, b, c, d in some]))
@@ -240,14 +253,21 @@ class _Writer:
                 sizes.write(known)
                 np.maximum(known, 0, out=known)
                 nbytes += int(known.sum())
+                # The listing may claim any sizes. Sums of sizes are int64, which must not overflow.
                 if nbytes >= 2**62:
-                    raise BadObject(f"{self._url}: {objects + len(keys)} objects are said to have {nbytes:.1e} bytes")
+                    raise BadObject(
+                        f"{self._url}: the listing claims {nbytes:.1e} bytes for {objects + len(keys)} objects"
+                    )
                 begins = [at for at, (one, two) in enumerate(pairwise((last_sample, *samples))) if one != two]
+                # The first sum of a chunk belongs to the unit that the previous chunk left open, unless a unit begins
+                # exactly here.
                 sums = np.add.reduceat(known, [0, *(at for at in begins if at)])
                 sums[0] += open_bytes if begins[:1] != [0] else 0
                 largest, open_bytes = max(largest, int(sums.max())), int(sums[-1])
                 if begins:
                     first = np.array(begins, dtype=np.int64) + objects
+                    # For the first chunk the first difference is 0 and no size of a unit. np.unique sorts, so the slice
+                    # drops it.
                     counts.update(np.unique(np.diff(first, prepend=begun))[units == 0 :].tolist())
                     starts.write(first)
                     units, begun = units + len(begins), int(first[-1])
@@ -255,8 +275,11 @@ class _Writer:
             counts.add(objects - begun)
             starts.write(np.array([objects], dtype=np.int64))
             sizes.finish()
+            # If all units have as many objects, one number in listing.json replaces units.npy, and the temporary file
+            # is dropped.
             if (each := counts.pop() if len(counts) == 1 else 0) == 0:
                 starts.finish()
+        # Every array is synced before listing.json, which says that they are complete, also after a power cut.
         with new_file(self._folder / "blocks.npy") as file:
             np.save(file, np.frombuffer(blocks, dtype=np.int64), allow_pickle=False)
             file.flush()
@@ -272,14 +295,16 @@ class _Writer:
 
 
 class _Numbers:
-    """A ``.npy`` file of whole numbers that come a few at a time: of 4 bytes each, or of 8 where one takes more."""
+    """A ``.npy`` file of whole numbers that arrive a few at a time. It gets 4 bytes a number, or 8 if one number needs
+    them."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._most = path, 0
 
     def __enter__(self) -> _Numbers:
         aside = self._path.with_suffix(".tmp")
-        self._file = new_file(aside, 2**20)  # closed in __exit__
+        # __exit__ closes the file. Its name is removed at once, so a killed process leaves no temporary file.
+        self._file = new_file(aside, 2**20)
         remove_path(aside)
         return self
 
@@ -288,7 +313,7 @@ class _Numbers:
         self._most = max(self._most, int(numbers.max()))
 
     def finish(self) -> None:
-        """Make the file."""
+        """Write the file."""
         count = self._file.tell() // 8
         dtype = np.dtype(np.int32 if self._most < 2**31 else np.int64)
         self._file.seek(0)
@@ -304,9 +329,11 @@ class _Numbers:
 
 
 class _BytesFile:
-    """A ``.npy`` file of bytes whose length is known at the end: its header has a fixed size and is written last."""
+    """A ``.npy`` file of bytes whose length is known only at the end. Its header has a fixed size and is written
+    last."""
 
     _HEADER = 128
+    """Bytes of the header: a multiple of 64, as NumPy aligns the data, with space for any count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -314,7 +341,8 @@ class _BytesFile:
         self._file: BinaryIO
 
     def __enter__(self) -> _BytesFile:
-        self._file = new_file(self._path, 2**20)  # closed in __exit__
+        # __exit__ closes the file, after it has written the header into the 128 bytes that are left free here.
+        self._file = new_file(self._path, 2**20)
         self._file.write(bytes(self._HEADER))
         return self
 
@@ -337,23 +365,27 @@ class _BytesFile:
 def opened(
     what: str, about: Path, names: Iterable[str], *, version: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]]:
-    """The JSON in the file ``about``, and the arrays that lie beside it under ``names``, memory-mapped.
+    """Yield the JSON in the file ``about``, and the arrays beside it under ``names``, memory-mapped.
 
-    Raises :class:`CorruptError`, naming ``what`` they are, also for what is missing in them inside of the block.
+    Raises :class:`CorruptError` naming ``what`` they are. KeyError and similar errors inside the block become the same
+    error, because they mean that something is missing in the JSON.
     """
     folder = about.parent
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
         if facts["version"] != version:
             raise CorruptError(
-                f"{what} {str(folder)!r} has version {facts['version']}, known is {version}; remove it to list again"
+                f"{what} {str(folder)!r} has version {facts['version']}, but version {version} is needed;"
+                " remove it to list again"
             )
         arrays = {name: load_array(folder / f"{name}.npy", mapped=True) for name in names}
         yield facts, arrays
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it is well
+        # The machine lacks descriptors or memory. The listing is sound, and must not be reported as damaged.
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
-        why = error if isinstance(error, OSError) else "it is damaged"  # NumPy would advise to allow pickles
+        # Not NumPy's own text, which would advise the user to allow pickles.
+        why = error if isinstance(error, OSError) else "it is damaged"
         raise CorruptError(f"{what} {str(folder)!r} cannot be read ({why}); remove it to list again") from error
 
 
@@ -363,7 +395,7 @@ def _decode(raw: bytes) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """A listing on disk, memory-mapped."""
+    """A memory-mapped listing on disk."""
 
     folder: Path
     url: str
@@ -378,22 +410,22 @@ class Listing:
     digest: str
     """SHA-256 over keys, sizes and ETags in order."""
     left_out: LeftOut
-    """What is no part of a sample, ``{"reason": count}``, and the names that a user may miss."""
+    """Objects that belong to no sample, ``{"reason": count}``, and the names that a user may miss."""
     notes: tuple[str, ...]
-    """What was decided about the names, or what the objects are beside bytes, and which option decides otherwise."""
+    """Decisions about the names, or notes on what the objects are, each with the option that decides otherwise."""
     kept: Kept | None
-    """The fields by which a folder of objects was sifted; None where that was not done."""
+    """The fields that were kept of a folder of objects; None if no field was sorted out."""
     _each: int
-    """Objects of every unit; 0 where these differ."""
+    """Number of objects of every unit; 0 if units differ."""
     _sizes: npt.NDArray[Any]
-    """Bytes of each object, -1 where not known."""
+    """Bytes of each object, -1 if unknown."""
     _starts: npt.NDArray[Any]
-    """The first object of each unit, and the number of objects; empty where all units have as many."""
+    """The first object of each unit, and the number of objects; empty if all units have as many objects."""
     _blocks: KeyBlocks
 
     @classmethod
     def open(cls, folder: Path) -> Listing:
-        """Map the listing in ``folder``. Raises :class:`CorruptError` when it is not one, or not whole."""
+        """Map the listing in ``folder``. Raises :class:`CorruptError` when it is no listing, or not complete."""
         with opened("listing", folder / LISTING_FILE, ("objects", "blocks", "sizes"), version=_VERSION) as (
             facts,
             arrays,
@@ -416,11 +448,12 @@ class Listing:
                 _blocks=KeyBlocks(folder, arrays["objects"], arrays["blocks"], facts["objects"]),
             )
             if not listing._is_whole:
-                raise CorruptError(f"listing {str(folder)!r} is not whole; remove it to list again")
+                raise CorruptError(f"listing {str(folder)!r} is incomplete; remove it to list again")
         return listing
 
     @property
     def _is_whole(self) -> bool:
+        """True when the arrays have the shapes and bounds that all other methods rely on."""
         sizes, starts = self._sizes, self._starts
         if not all(type(count) is int and count >= 0 for count in (self.objects, self.units, self._each)):
             return False
@@ -434,31 +467,34 @@ class Listing:
 
     @property
     def identity(self) -> str:
-        """Digest of what a unit number means: the objects in order and how they were grouped."""
+        """Digest of what a unit number means: the objects in order and their grouping."""
         return hashlib.sha256(json.dumps([self.digest, self.stem]).encode()).hexdigest()
 
     def unit_bytes(self, units: npt.NDArray[np.int64], *, unknown: int = 0) -> npt.NDArray[np.int64]:
-        """Bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
+        """Return the bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
         starts, stops = self._bounds(units)
         counts = stops - starts
         ends = np.cumsum(counts)
+        # Positions of all objects of all units in one array, so that there is no loop over units in Python.
         at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
         sizes = self._sizes[at].astype(np.int64)
+        # reduceat returns wrong sums for empty units. There are none: _is_whole refuses a listing with one.
         return np.add.reduceat(np.where(sizes < 0, unknown, sizes), ends - counts) if len(ends) else ends
 
     def _bounds(self, units: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The first object of each unit, and the one behind its last."""
+        """Return the first object of each unit, and the position after its last object."""
         if self._each:
             return units * self._each, (units + 1) * self._each
         return self._starts[units].astype(np.int64), self._starts[units + 1].astype(np.int64)
 
     def object(self, index: int) -> Object:
-        """The object at a position. Raises :class:`CorruptError` where the listing is damaged."""
+        """Return the object at a position. Raises :class:`CorruptError` if the listing is damaged."""
         key, etag = self._blocks[index]
         return Object(_decode(key), int(self._sizes[index]), _decode(etag) or None)
 
     def unit(self, number: int) -> list[Object]:
-        """The objects of one unit, in order of their keys. Raises :class:`IndexError` for a number out of range."""
+        """Return the objects of one unit in order of their keys. Raises :class:`IndexError` for a number out of
+        range."""
         if not 0 <= number < self.units:
             raise IndexError(f"unit {number} of {self.units}")
         if self._each:
@@ -468,7 +504,7 @@ class Listing:
         return [self.object(index) for index in range(start, stop)]
 
     def records(self, stem: Stem) -> Iterator[tuple[int, Record]]:
-        """Every object with the number of its unit, in their order; ``stem`` is the rule that grouped them."""
+        """Yield every object with the number of its unit, in order; ``stem`` is the rule that grouped them."""
         pairs, unit, stop = iter(self._blocks), -1, 0
         for start in range(0, self.objects, CHUNK):
             for at, size in enumerate(self._sizes[start : start + CHUNK].tolist(), start):

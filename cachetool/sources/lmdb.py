@@ -1,7 +1,7 @@
-"""LMDB files by others, of both engines: every value is a sample, its key the sample's ``__key__``; or each key with
-the values of several streams (:mod:`cachetool.sources.lmdb_streams`), as bytes.
+"""LMDB files of other programs, of both engines. Each value is a sample and its key the sample's ``__key__``; or each
+key has the values of several streams (:mod:`cachetool.sources.lmdb_streams`), as bytes.
 
-What the values are is not in the file:
+The file does not say what its values are:
 
 ==================  ==================================================================================
 ``value_format``    field ``value``
@@ -12,8 +12,8 @@ None, ``bytes``     bytes. Values that look pickled are refused, unless ``bytes`
 ``raw:DTYPE,SHAPE`` numbers as they lie in memory: ``raw:float32,3x64x64``
 ==================  ==================================================================================
 
-Entries like ``__len__`` are notes on the file and left out. LMDB trusts its files, and a damaged one can kill the
-process that opens it: only the one of :mod:`cachetool.sources.guard` does.
+Entries such as ``__len__`` are notes on the file and left out. LMDB does not check what it reads, and a damaged file
+can crash the process that opens it. So only the guarded process of :mod:`cachetool.sources.guard` opens one.
 """
 
 from __future__ import annotations
@@ -47,20 +47,23 @@ from cachetool.sources.value_format import VALUE, check_value_format
 
 __all__ = ["LMDBFile", "open_lmdb"]
 
+# Limits against hostile files: notes are listed by name, and each named database takes a handle.
 MAX_NOTES = 1000
 MAX_TABLES = 64
-"""Named databases of one file."""
+"""Most named databases in one file."""
 _LOOK = 100
-"""Values that are looked at for pickles."""
+"""Number of values that are checked for pickles."""
 _COUNT = 2**14
 _SEEK = 2**10
-"""Every so many samples a key is kept, to go to."""
+"""Number of samples between two keys that are kept, so reading from any sample passes over fewer entries than this."""
+# The PROTO opcode with a protocol from 2 to 5, then LONG1 (torch.save begins so), FRAME (protocol 4 and later), or STOP
+# as the last byte.
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Some entries of the file, one after another; views of its map."""
+    """Some consecutive entries of the file, as views of its memory map."""
 
     keys: Sequence[memoryview]
     columns: Sequence[Sequence[memoryview]]
@@ -68,25 +71,25 @@ class _Batch:
 
     @property
     def values(self) -> Sequence[memoryview]:
-        """Those of the first stream."""
+        """The values of the first stream."""
         return self.columns[0]
 
     def key(self, index: int) -> str:
-        """For messages."""
+        """Return a key for a message."""
         return repr(bytes(self.keys[index][:60]).decode("utf-8", "backslashreplace"))
 
 
 def open_lmdb(file: SourceFile, options: SourceOptions) -> OurFile | LMDBFile:
-    """The samples of an LMDB file that lies on this machine, by others or of ours."""
+    """Return the samples of an LMDB file on this machine, written by cachetool or by another program."""
     assert file.path is not None
     return our_lmdb(file.path, options) or LMDBFile(file.path, options)
 
 
 class LMDBFile(Closing):
-    """One LMDB file or folder; see :class:`cachetool.sources.readers.RandomAccess`."""
+    """One LMDB file; see :class:`cachetool.sources.readers.RandomAccess`."""
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
-        """Counts the entries and finds the schema. Raises :class:`BadObject` naming the file, and the key."""
+        """Count the entries and find the schema. Raises :class:`BadObject` naming the file and the key."""
         self.path = path
         self._raw = check_value_format(options.value_format)
         self._format = "raw" if self._raw is not None else options.value_format
@@ -110,15 +113,17 @@ class LMDBFile(Closing):
         self.skipped = bounded(skipped)
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return the samples from ``start`` to ``stop``."""
         if not 0 <= start <= stop <= self.samples:
-            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+            raise UsageError(f"{self.path}: samples {start} to {stop} do not exist; the file has {self.samples}")
         if start == stop:
             return Block.from_samples(self.schema, [])
         return Block.concat([self._block(b) for b in self._batches(start, stop, nbytes=2**62)])
 
     def close(self) -> None:
-        """Let go of the file; views of it must not be used any more."""
+        """Close the file. Views of it must not be used afterwards."""
+        # The iterator is dropped first, because it holds a cursor. A view that is read after env.close() ends the
+        # process with SIGSEGV: py-lmdb's views do not keep the environment alive.
         self._entries: Iterator[tuple[tuple[memoryview, memoryview], ...]] = iter(())
         self._next = -1
         if self._env is not None:
@@ -130,21 +135,26 @@ class LMDBFile(Closing):
     def _open(self) -> Any:
         if self._env is None:
             _refuse_others(self.path)
+            # lock=False: without it LMDB creates a lock file beside the user's file. No lib_version: both engines are
+            # detected.
             self._env = lmdb.open(os.fsencode(self.path), subdir=False, readonly=True, lock=False, max_dbs=MAX_TABLES)
-            if self.path.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
+            # The kernel shows the missing end of a cut page as zeros, which would be read as values.
+            if self.path.stat().st_size % self._env.stat()["psize"]:
                 raise BadObject(f"{self.path} is cut short: it ends inside of a page")
             self._txn = self._env.begin(buffers=True)
+            # The old handles belonged to the environment that was closed.
             self._tables = {}
         return self._txn
 
     def _run(self, first: bytes | None = None) -> Iterator[tuple[tuple[memoryview, memoryview], ...]]:
-        """Key and value of each stream, all samples or those from the key ``first`` on."""
+        """Yield key and value of each stream, for all samples or from the key ``first`` on."""
         txn = self._open()
         streams = [replace(s, database=self._table(s.name)) if s.database is not None else s for s in self._streams]
+        # Not strict: the iterator is often left in the middle. _count has compared the keys of all streams before.
         return zip(*(stream.of(txn, first) for stream in streams), strict=False)
 
     def _table(self, name: str) -> Any:
-        """The handle of a named database, good as long as the file is open."""
+        """Return the handle of a named database. It is valid while the file is open."""
         if name not in self._tables:
             self._tables[name] = self._env.open_db(self._raw_names[name], txn=self._txn, create=False)
         return self._tables[name]
@@ -154,11 +164,15 @@ class LMDBFile(Closing):
             with reading(str(self.path)):
                 batch = self._take(start, min(_COUNT, stop - start), nbytes)
             if not batch.keys:
-                raise BadObject(f"{self.path}: it ends after {start} of {stop} samples; it was changed meanwhile")
+                raise BadObject(
+                    f"{self.path}: it ends after {start} of {stop} samples, because it was changed while it was read"
+                )
             yield batch
             start += len(batch.keys)
 
     def _take(self, start: int, count: int, nbytes: int) -> _Batch:
+        # Reading continues where the last call ended, because positioning a cursor walks the tree from its root. Going
+        # back, or far ahead, begins at the nearest kept key.
         if not 0 <= self._next <= start < self._next + _SEEK:
             mark = start // _SEEK
             self._entries, self._next = self._run(self._marks[mark]), mark * _SEEK
@@ -187,21 +201,20 @@ class LMDBFile(Closing):
         present = [stream.name for stream in self._streams]
         names = field_names(self.path, present, skipped, options)
         if not names:
-            raise UsageError(f"{self.path}: its values are the field {present[0]!r}; name it in --fields")
+            raise UsageError(f"{self.path}: --fields leaves out all of its fields; name one, such as {present[0]!r}")
         self._streams = [stream for name in names for stream in self._streams if stream.name == name]
         self._names = list(names.values())
         if len(names) > 1 and self._format not in (None, "bytes"):
             raise UsageError(
-                f"{self.path}: --value-format {options.value_format} is for one value a sample, and these have"
-                f" {', '.join(self._names)}; take one with --fields {self._names[0]}"
+                f"{self.path}: --value-format {options.value_format} needs one value per sample, but its samples have"
+                f" {', '.join(self._names)}; choose one with --fields {self._names[0]}"
             )
         self.samples = facts.count
         if [stream.name for stream in self._streams] != [VALUE] or tables:
             self._count()
 
     def _scan(self, tables: dict[str, Stream | str], skipped: list[tuple[str, str]]) -> KeyFacts:
-        """Look at all entries of the database without a name, where named ones are entries too. Keys must rise: a tree
-        that leads back into itself would never end."""
+        """Read all entries of the database without a name. Named databases are entries there too."""
         txn = self._open()
         pages = self._env.info()["last_pgno"]
         facts, total, notes, last = KeyFacts(), 0, 0, None
@@ -213,9 +226,7 @@ class LMDBFile(Closing):
             last = key
             if may_be_database(value, pages) and self._is_table(key):
                 if len(tables) == MAX_TABLES - 1:
-                    raise UsageError(
-                        f"{self.path} holds more than {MAX_TABLES - 1} named databases, which are not read"
-                    )
+                    raise UsageError(f"{self.path} has too many named databases; at most {MAX_TABLES - 1} can be read")
                 name = key.rstrip(b"\0").decode("utf-8", "backslashreplace")[:100]
                 facts.tables.append(key)
                 tables[name], self._raw_names[name] = _of_table(name, value), key.rstrip(b"\0")
@@ -235,11 +246,13 @@ class LMDBFile(Closing):
         return facts
 
     def _refuse_overlap(self, total: int) -> None:
+        """Raise :class:`BadObject` when the values together are larger than the file."""
+        # A hostile tree may point to the same pages from many keys, so that a small file unpacks to any size.
         if total > FREE_VALUE + 4 * self._stored:
-            raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
+            raise BadObject(f"{self.path}: its values overlap: together they are larger than the file")
 
     def _count(self) -> None:
-        """Count the samples whose fields are streams. Raises :class:`BadObject` where a key is not in all of them."""
+        """Count the samples whose fields are streams. Raises :class:`BadObject` when a key is missing in one stream."""
         self._marks, count, total, last = [], 0, 0, None
         for entries in self._run():
             key = bytes(entries[0][0])
@@ -250,8 +263,8 @@ class LMDBFile(Closing):
                 if other != key:
                     raise BadObject(
                         f"{self.path}: {quoted(self._streams[0].name)} has the key {key[:50]!r} where"
-                        f" {quoted(stream.name)} has {bytes(other[:50])!r}: fields of one sample have one key;\ntake"
-                        f" one of them with --fields {self._names[0]}"
+                        f" {quoted(stream.name)} has {bytes(other[:50])!r}, but all fields of a sample need the same"
+                        f" key;\nchoose one of them with --fields {self._names[0]}"
                     )
             if count % _SEEK == 0:
                 self._marks.append(key)
@@ -263,28 +276,34 @@ class LMDBFile(Closing):
         try:
             self._env.open_db(key.rstrip(b"\0"), txn=self._txn, create=False)
         except lmdb.DbsFullError:
+            # More databases than max_dbs: a database, which _scan refuses with a message.
             return True
-        except lmdb.Error:  # an entry like any other
+        except lmdb.Error:
+            # The value only looks like the record of a database: the entry is a sample.
             return False
         return True
 
     def _refuse_pickles(self) -> None:
+        """Raise :class:`BadObject` for values that are Python pickles, which can run any program when they are
+        loaded."""
         if self._format == "bytes":
             return
         for batch in self._batches(0, min(_LOOK, self.samples), nbytes=BLOCK_BYTES):
             for index, value in itertools.chain.from_iterable(map(enumerate, batch.columns)):
                 if self._raw is not None and len(value) == self._raw[0].nbytes:
-                    continue  # numbers, as declared: any bytes are some
+                    # Raw numbers of the declared size may begin with any bytes, also with those of a pickle.
+                    continue
                 if _PICKLED.match(value):
                     raise BadObject(
-                        f"{self.path}: the value of {batch.key(index)} is a Python pickle, which can run any program"
-                        " when it is read, so it is not;\nwrite the values again as arrays (numpy.save, tobytes), or"
-                        " take them unread with --value-format bytes"
+                        f"{self.path}: the value of {batch.key(index)} is a Python pickle, which is refused, because"
+                        " loading it can run any program;\nwrite the values again as arrays (numpy.save, tobytes), or"
+                        " read them as plain bytes with --value-format bytes"
                     )
-            return  # what one batch holds is enough
+            # The first batch, 100 values or 8 MB, is enough to recognise a file of pickles.
+            return
 
     def _find_fields(self) -> list[Field]:
-        """The fields of the values: for arrays and images by looking at the beginning of every one."""
+        """Return the fields of the values. For arrays and images the beginning of every value is read."""
         name = self._names[0]
         if self._raw is not None:
             return [replace(self._raw[0], name=name)]
@@ -301,8 +320,8 @@ class LMDBFile(Closing):
                 ((first, (first_dtype, first_shape)),) = example.items()
                 if dtype != first_dtype or len(shape) != len(first_shape):
                     raise BadObject(
-                        f"{self.path}: the value of {first} is {first_dtype} {first_shape}, that of {batch.key(index)}"
-                        f" {dtype} {shape}: no field can hold both"
+                        f"{self.path}: the value of {first} is {first_dtype} {first_shape}, but the value of"
+                        f" {batch.key(index)} is {dtype} {shape}; no field can hold both"
                     )
                 fixed = fixed and shape == first_shape
         ((dtype, shape),) = example.values()
@@ -333,9 +352,10 @@ class LMDBFile(Closing):
             for index, value in enumerate(batch.values):
                 if len(value) != field.nbytes:
                     raise BadObject(
-                        f"{self.path}: the value of {batch.key(index)} has {len(value)} bytes, not the"
-                        f" {field.nbytes} of {field.describe()}"
+                        f"{self.path}: the value of {batch.key(index)} has {len(value)} bytes, but"
+                        f" {field.describe()} needs {field.nbytes}"
                     )
+            # The join copies, so the block stays valid when the file is closed and its memory map is gone.
             flat = np.frombuffer(b"".join(batch.values), dtype=self._raw[1]).astype(field.numpy, copy=False)
             return flat.reshape(len(batch.values), *field.sizes)
         samples = [self._decode(batch, index) for index in range(len(batch.values))]
@@ -356,8 +376,8 @@ class LMDBFile(Closing):
 
 
 def _refuse_others(file: Path) -> None:
-    """Raise :class:`BadObject` for a file that does not begin as LMDB writes one: the library's words are about its
-    own calls."""
+    """Raise :class:`BadObject` for a file that does not begin like an LMDB file."""
+    # Checked before LMDB opens the file, because the library's errors name its own calls and would not help a user.
     with file.open("rb") as opened:
         head = opened.read(LMDB_HEAD)
     if not is_lmdb(head):
@@ -365,7 +385,7 @@ def _refuse_others(file: Path) -> None:
 
 
 def _of_table(name: str, record: Any) -> Stream | str:
-    """The stream of a named database, or why it cannot be read."""
+    """Return the stream of a named database, or the reason why it cannot be read."""
     _, flags, _, _, _, _, entries, _ = DATABASE.unpack(record)
     if flags:
         return "its keys have several values (dupsort), or are numbers (integerkey)"

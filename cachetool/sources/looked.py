@@ -1,11 +1,9 @@
-"""The bytes of the samples that were looked at for the schema, kept in a file for the workers that draw these first.
+"""A file with the bytes of the samples that were read for the schema. The workers that draw these samples first take
+the bytes from the file instead of fetching them again.
 
 ::
 
-    lister   get(object) from the store --> LookedAt.kept_of(store)     bodies, and a line for each in `places`
-    workers  LookedAt.over(store): get(object) from the file, once, else from the store
-
-The file lies in the pull's folder for temporary files, outside the cache, and takes no more than :data:`MOST`.
+The file lies in the pull's folder for temporary files, outside the cache, and takes at most :data:`MOST` bytes.
 """
 
 from __future__ import annotations
@@ -23,29 +21,32 @@ from cachetool.stores.base import StoreAround
 __all__ = ["LookedAt"]
 
 MOST = 64 * 2**20
-"""Bytes that are kept; what was looked at beyond is fetched again."""
+"""Most bytes that are kept. Objects beyond that are fetched again."""
 
 _Place = tuple[int, int, int]
-"""First byte in the object, length, first byte in the file."""
+"""First byte in the object, number of bytes, first byte in the file."""
 
 
 class LookedAt:
-    """What one process kept in the folder at ``path``, and others take from there."""
+    """Bytes that one process keeps in the folder ``path``, for other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is made or read yet."""
+        """Create and read nothing yet."""
         self._bodies, self._places = path / "bodies", path / "places"
 
     def kept_of(self, store: Store) -> Store:
-        """``store``, of which what comes is kept from now on."""
-        with contextlib.suppress(OSError):  # no room for temporary files: it is fetched again
+        """Return ``store``; from now on the bytes that it returns are kept."""
+        # Without space for temporary files nothing is kept, and the workers fetch everything again.
+        with contextlib.suppress(OSError):
             make_folder(self._bodies.parent)
             return _Keeping(store, self._bodies, self._places)
         return store
 
     def over(self, store: Store) -> Store:
-        """``store``, but what was kept comes from here, each part once."""
+        """Return ``store``, but bytes that were kept come from the file, each part once."""
         places: dict[Object, list[_Place]] = {}
+        # The lister may have been killed in the middle of a line, or kept nothing. What cannot be read is fetched
+        # again.
         with contextlib.suppress(OSError, ValueError, TypeError), self._places.open(encoding="utf-8") as lines:
             for line in lines:
                 key, size, etag, start, length, at = json.loads(line)
@@ -54,7 +55,7 @@ class LookedAt:
 
 
 class _Keeping(StoreAround):
-    """The store of who looks first."""
+    """The store of the process that lists the source and reads samples for the schema."""
 
     def __init__(self, store: Store, bodies: Path, places: Path) -> None:
         super().__init__(store)
@@ -69,17 +70,22 @@ class _Keeping(StoreAround):
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
         body = self._store.get_range(item, start, length)
-        if item.etag is not None:  # else a later part may be of another version, and nobody would notice
+        # Without an ETag another part may come from a newer version of the object, and the mixture would not be
+        # noticed.
+        if item.etag is not None:
             self._keep(item, start, body)
         return body
 
     def _keep(self, item: Object, start: int, body: memoryview) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # no room, or closed
+        # Several threads fetch at once. OSError: the disk is full. ValueError: the file was closed after an error.
+        with self._lock, contextlib.suppress(OSError, ValueError):
             if self._written + len(body) > MOST:
                 return
             bodies, places = self._files
             at = bodies.tell()
             bodies.write(body)
+            # The bytes are flushed before the line that names them, so a line never names bytes that are not in the
+            # file.
             bodies.flush()
             place = [item.key, item.size, item.etag, start, len(body), at]
             places.write(json.dumps(place).encode() + b"\n")

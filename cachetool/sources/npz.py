@@ -1,7 +1,7 @@
-"""Zip files of arrays, as ``.npz`` are, believed no further than what comes out of them.
+"""Zip files of arrays, such as ``.npz``, read without believing the sizes that they state.
 
-The directory of a zip file says how large it is itself and what each member unpacks to; :mod:`zipfile` reads the first
-at once, inflates a member until its stream ends, and cuts it afterwards.
+The directory of a zip file states its own size and the unpacked size of each member. :mod:`zipfile` reads a directory
+of any size at once, inflates a member until its stream ends, and cuts it only afterwards.
 """
 
 from __future__ import annotations
@@ -14,30 +14,36 @@ from cachetool.core.schema import MAX_FIELDS
 
 __all__ = ["directory_of", "stream_of", "unpacked"]
 
+# 1 KiB for each array that a sample may have: an entry takes 46 bytes, the name and extra fields.
 _DIRECTORY = 2**10 * MAX_FIELDS
 
 
 def directory_of(file: BinaryIO) -> zipfile.ZipFile:
-    """The zip file in ``file``. Raises :class:`zipfile.BadZipFile`, also when its directory is far larger than one of
-    as many arrays as a sample may have."""
+    """Return the zip file in ``file``.
+
+    Raises :class:`zipfile.BadZipFile`, also for a directory that is far larger than one of as many arrays as a sample
+    may have.
+    """
     bounded = _Bounded(file)
     archive = zipfile.ZipFile(bounded)
+    # Only the directory is bounded. Members are read in pieces, by sizes that the readers check themselves.
     bounded.most = None
     return archive
 
 
 def stream_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
-    """The bytes of a member; one more than its directory says can be read, so that more of them are noticed.
+    """Return the bytes of a member as a stream. The checksum is compared at the end of the stream.
 
-    What is asked for at once is inflated at once and no more; the checksum is compared where the stream ends.
+    Only as many bytes are inflated as are asked for.
     """
+    # zipfile stops at the stated size, so a longer member would be cut without an error. One more byte shows it.
     more = copy.copy(member)
     more.file_size += 1
     return archive.open(more)
 
 
 def unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """All bytes of a member. Raises ValueError when they are not as many as its directory says."""
+    """Return all bytes of a member. Raises ValueError when their number differs from the directory."""
     with stream_of(archive, member) as stream:
         data = stream.read(member.file_size + 1)
     if len(data) != member.file_size:
@@ -46,7 +52,7 @@ def unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
 
 
 class _Bounded:
-    """A file that hands out no more at once than a sound directory has, as long as :attr:`most` is set."""
+    """A file that returns no more bytes at once than a sound directory has, while :attr:`most` is set."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

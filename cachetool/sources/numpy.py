@@ -1,7 +1,7 @@
 """``.npy`` and ``.npz`` files whose rows are samples. Neither is ever unpickled.
 
-``x.npy`` is one field, named ``x``. The arrays of an ``.npz`` are fields by their names; they are inflated as they are
-read, row by row, so that neither a large array nor what a bomb claims takes memory.
+``x.npy`` is one field, named ``x``. The arrays of an ``.npz`` are fields under their own names. They are inflated row
+by row while they are read, so neither a large array nor a hostile file fills the memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Array = npt.NDArray[Any]
 
 
 def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The rows of one ``.npy`` file. Raises :class:`BadObject` naming it."""
+    """Return the rows of one ``.npy`` file. Raises :class:`BadObject` naming the file."""
     head = memoryview(file.ranges.part(file.number, 0, _HEADER))
+    # Bytes 8 and 9 hold the length of the header. Few headers are longer than 4 KiB, so only those cost a second
+    # request.
     if len(head) >= 12 and 12 + int.from_bytes(head[8:10], "little") > len(head):
         head = memoryview(file.ranges.part(file.number, 0, MAX_HEADER + 12))
     try:
@@ -40,14 +42,16 @@ def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
     except BadObject as error:
         raise BadObject(f"{file}: {error}") from error
     if not shape:
-        raise BadObject(f"{file} holds a single number; its rows should be samples")
+        raise BadObject(f"{file} holds a single number, but it must hold rows: each row is a sample")
     text, row = dtype.kind in "SU", math.prod(shape[1:]) * dtype.itemsize
     if text and len(shape) > 1:
-        raise BadObject(f"{file} holds texts in {len(shape)} dimensions; its rows should be samples of one text")
+        raise BadObject(f"{file} holds texts in {len(shape)} dimensions, but a sample can hold only one text")
+    # A file that was cut, or has bytes behind the array, is refused now and not in the middle of a pull.
     if start + shape[0] * row != file.size:
-        raise BadObject(f"{file}: {file.size} bytes are not a {dtype} array {shape}")
+        raise BadObject(f"{file}: its {file.size} bytes do not fit its header, a {dtype} array of shape {shape}")
     by_columns = fortran and len(shape) > 1
-    if by_columns:  # the bytes of a row lie all over the file, so that it is read whole
+    # The bytes of a row are spread over the whole file, so the whole array is read into memory.
+    if by_columns:
         check_allocation(f"{file}, which is stored column by column,", shape[0] * row, stored=file.size)
     whole: list[Array] = []
 
@@ -60,6 +64,7 @@ def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
                 body = file.ranges.part(file.number, start, shape[0] * row)
                 whole.append(np.frombuffer(body, dtype=dtype).reshape(shape[::-1]).T)
             rows = whole[0][start_row:stop_row]
+        # Little-endian and contiguous, as a block needs it. A view is returned where the array is both already.
         return np.ascontiguousarray(rows, dtype=dtype.newbyteorder("<"))
 
     name = file.name.stem if file.alone else "npy"
@@ -73,21 +78,19 @@ def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
 
 
 _HEADER = 4096
+"""Bytes that are read first: nearly every header of a ``.npy`` file is shorter."""
 _UNITS = 16
+"""Number of units that an ``.npz`` file is divided into, unless they would be smaller than :data:`_UNIT_BYTES`."""
 _UNIT_BYTES = 8 * 2**20
 
 
 def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The arrays of one ``.npz`` file. Raises :class:`BadObject` naming it.
-
-    Where rows are asked for here and there nobody comes by the checksum at an array's end, so that it is compared now.
-    Each run of rows then is inflated from the beginning: a sixteenth of the file is one unit, or 8 MiB.
-    """
+    """Return the arrays of one ``.npz`` file. Raises :class:`BadObject` naming the file."""
     with reading(f"{file} is not a whole .npz file"):
         archive = _Archive(file)
         infos = archive.zip.infolist()
         if len({info.filename for info in infos}) != len(infos):
-            raise BadObject(f"{file} holds two arrays of one name")
+            raise BadObject(f"{file} has two arrays of the same name")
     columns: list[StoredColumn] = []
     skipped: list[tuple[str, str]] = []
     wants = wants_arrays(options)
@@ -99,6 +102,8 @@ def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
                 continue
             with reading(f"{file}: {quoted(name)}"):
                 member = _Member.open(archive, info)
+                # The checksum stands at the end of a member. Rows that are read here and there never reach it, so it is
+                # compared now.
                 if not isinstance(member, str) and not file.in_order:
                     member.check()
             if isinstance(member, str):
@@ -107,6 +112,8 @@ def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
             columns.append(member.column(name, stored=file.size))
         columns, keys = by_groups(file, columns, options, skipped, stored=file.size)
         rows = columns[0].shape[0] if columns else 0
+        # Each run of rows is inflated from the beginning of its member. A unit of a sixteenth of the file, or of 8 MiB,
+        # bounds how often that happens.
         unit = max(1, -(-rows // _UNITS), _UNIT_BYTES * rows // max(1, sum(column.nbytes for column in columns)))
         columns = [replace(column, chunk=unit, piece=0) for column in columns]
         if keys is None:
@@ -121,13 +128,14 @@ def _not_an_array(info: zipfile.ZipInfo) -> str | None:
         return "not an array"
     if info.flag_bits & 1:
         return "encrypted"
+    # Other methods (bzip2, LZMA) inflate without the bounds that deflate is read with here.
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         return "compressed in a way that NumPy never writes"
     return None
 
 
 class _Archive:
-    """The zip file under an ``.npz``; opened when it is needed, also after it was closed."""
+    """The zip file under an ``.npz``. It is opened when needed, also again after :meth:`close`."""
 
     def __init__(self, path: SourceFile) -> None:
         self.path = path
@@ -142,7 +150,7 @@ class _Archive:
         return self._zip
 
     def stream(self, info: zipfile.ZipInfo) -> IO[bytes]:
-        """The bytes of a member, until :meth:`close`."""
+        """Return the bytes of a member as a stream that :meth:`close` closes."""
         stream = stream_of(self.zip, info)
         self._open.append(stream)
         return stream
@@ -156,10 +164,10 @@ class _Archive:
 
 
 class _Member:
-    """One array of an ``.npz``, inflated row by row; going back begins anew."""
+    """One array of an ``.npz``, inflated row by row. Reading earlier rows starts again at the beginning."""
 
     def __init__(self, archive: _Archive, info: zipfile.ZipInfo, head: memoryview) -> None:
-        """``head`` is its beginning. Raises :class:`BadObject` with the reason alone."""
+        """``head`` is the beginning of the member. Raises :class:`BadObject` with the reason alone."""
         self._archive, self._info = archive, info
         self.dtype, self.fortran, self.shape, self._start = npy_layout(head, text=True)
         self._row, self._count = math.prod(self.shape[1:]) * self.dtype.itemsize, self.shape[0] if self.shape else 1
@@ -168,23 +176,28 @@ class _Member:
 
     @classmethod
     def open(cls, archive: _Archive, info: zipfile.ZipInfo) -> _Member | str:
-        """The array in a member, or why it is none. Raises what zipfile does for a damaged one."""
+        """Return the array in a member, or the reason why it is none. Raises the errors of zipfile for a damaged
+        member."""
         with stream_of(archive.zip, info) as stream:
             try:
                 member = cls(archive, info, memoryview(stream.read(MAX_HEADER + 12)))
             except BadObject as error:
-                while stream.read(2**20):  # if it is damaged, its CRC says so at the end
+                # Read to the end, where zipfile compares the CRC: a damaged member is an error, another content is only
+                # left out.
+                while stream.read(2**20):
                     pass
                 return str(error)
         if member.dtype.kind in "SU" and len(member.shape) > 1:
             return f"texts in {len(member.shape)} dimensions"
         size = member._start + member._row * member._count
         if size != info.file_size:
-            raise ValueError(f"{info.file_size} bytes are not a {member.dtype} array {member.shape}")
+            raise ValueError(
+                f"its {info.file_size} bytes do not fit its header, a {member.dtype} array of shape {member.shape}"
+            )
         return member
 
     def check(self) -> None:
-        """Read it to its end, where its checksum is. Raises what zipfile does for a damaged one."""
+        """Read the member to its end, where its checksum is. Raises the errors of zipfile for a damaged member."""
         with stream_of(self._archive.zip, self._info) as stream:
             count = 0
             while data := stream.read(2**20):
@@ -193,7 +206,7 @@ class _Member:
             raise ValueError(f"{'more' if count > self._info.file_size else 'fewer'} bytes than its directory says")
 
     def column(self, name: str, *, stored: int) -> StoredColumn:
-        """This array as a candidate for a field; ``stored`` is the size of the archive."""
+        """Return this array as a candidate for a field; ``stored`` is the size of the archive in bytes."""
         nbytes, read = self._row * self._count, self._rows
         if self.dtype.kind in "SU":
             kind = "str" if self.dtype.kind == "U" else "bytes"
@@ -211,13 +224,14 @@ class _Member:
         if self._stream is None or self._stream.closed or start < self._at:
             self._stream, self._at = self._archive.stream(self._info), 0
             self._stream.read(self._start)
+        # The rows in between must be inflated too. At most 1 MiB at a time, so skipping takes no memory.
         while self._at < start:
             self._take(min(start - self._at, max(1, 2**20 // max(1, self._row))))
         flat = np.frombuffer(self._take(stop - start), dtype=self.dtype)
         return flat.reshape(stop - start, *self.shape[1:]).astype(self.dtype.newbyteorder("<"), copy=False)
 
     def _once(self, start: int, stop: int) -> Array:
-        """Rows of an array of which none are read again soon: nothing of it stays open."""
+        """Return rows of an array from which no more rows are read soon, and keep nothing open."""
         by_columns = self.fortran and len(self.shape) > 1
         rows = self._rows(0, self._count) if by_columns else self._rows(start, stop)
         if by_columns:
@@ -227,18 +241,20 @@ class _Member:
         return np.ascontiguousarray(rows)
 
     def _take(self, rows: int) -> bytes:
-        """The next rows; at the end of the member zipfile checks its CRC."""
+        """Return the bytes of the next rows. At the end of the member zipfile compares its CRC."""
         assert self._stream is not None
         raw = self._stream.read(rows * self._row)
         if len(raw) != rows * self._row:
             raise ValueError("fewer bytes than its header says")
         self._at += rows
+        # Reading one more byte makes zipfile compare the CRC, and finds bytes that the directory does not state.
         if self._at == self._count and self._stream.read(1):
             raise ValueError("more bytes than its directory says")
         return raw
 
     def _rows_of_columns(self, start: int, stop: int) -> Array:
-        """Out of an array in Fortran's order, the bytes of whose rows lie all over it: read whole, once."""
+        """Return rows of an array in Fortran order."""
+        # The bytes of a row are spread over the whole array, so it is read once and kept until the archive is closed.
         if self._stream is None or self._stream.closed:
             self._array = self._rows(0, self._count).reshape(self.shape[::-1]).T
         return np.ascontiguousarray(self._array[start:stop])

@@ -1,8 +1,8 @@
-"""Opening files by their kind: what one file of rows or records is, and reading runs of rows of several.
+"""Opening of files by their kind: the facts about one file of rows or records, and reading runs of rows of several
+files.
 
-:func:`open_served` and :func:`open_path` are called in the guarded process, twice: when files are listed, to see each
-of them once and tell what it is (:class:`FileFacts`), and when samples are read, where a file is opened when the first
-of its samples is asked for.
+:func:`open_served` and :func:`open_path` run in the guarded process, in two situations. When files are listed, each is
+opened once to find its :class:`FileFacts`. When samples are read, a file is opened at its first sample.
 """
 
 from __future__ import annotations
@@ -41,40 +41,42 @@ __all__ = ["FileFacts", "OpenedFiles", "facts_of_records", "facts_of_rows", "ope
 
 
 MAX_PARTS = 2**19
-"""Chunks of one file whose places are kept, 40 bytes each."""
+"""Most chunks of one file whose places are kept, 40 bytes each."""
 _PACKED = 4
-"""About how many bytes come out of one that is packed."""
+"""Estimated bytes that come out of one compressed byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What one file is."""
+    """The facts about one file that a listing keeps."""
 
     rows: int
     chunk: int
-    """Rows to fetch together."""
+    """Number of rows to fetch together."""
     piece: int
     """Bytes of the largest part that is in memory at once."""
     schema: list[dict[str, Any]]
     offsets: dict[str, int]
-    """For each field where its first row lies when rows lie one after another, else -1."""
+    """The byte at which the first row of each field lies if its rows lie one after another, otherwise -1."""
     stored: dict[str, str]
-    """For each of those fields the dtype in the file."""
+    """The dtype in the file, for each field with an offset."""
     cuts: list[int] | None = None
-    """Where units end, when they differ in size."""
+    """The rows at which units end, if units differ in size."""
     parts: list[Part] = field(default_factory=list)
-    """What units consist of, to be fetched beforehand; empty when that cannot be told, or is too much to be kept."""
+    """The parts of the file that units consist of, to be fetched before the library asks for them. Empty if the places
+    are unknown or too many."""
     row: int = 0
-    """About how many bytes a row takes in the file, where they differ in size."""
+    """Approximate bytes of a row in the file, if rows differ in size."""
     names: dict[str, str] = field(default_factory=dict)
-    """What the file calls fields that have another name."""
+    """Names in the file, for fields that have another name."""
     packing: dict[str, Packing] = field(default_factory=dict)
-    """The CF attributes of fields whose numbers stand for others."""
+    """The CF attributes of fields whose numbers stand for other values."""
 
 
 def facts_of_rows(file: ColumnFile, size: int) -> FileFacts:
-    """What a file of ``size`` bytes is whose rows are samples."""
+    """Return the facts of a file of ``size`` bytes whose rows are samples."""
     columns = file.columns
+    # Units follow the chunks of the largest array, because fetching its chunks twice would cost most.
     largest = max(columns.values(), key=lambda column: column.nbytes)
     return FileFacts(
         rows=file.samples,
@@ -94,12 +96,14 @@ def _parts(columns: list[StoredColumn]) -> list[Part]:
     parts: list[Part] = []
     for column in columns:
         if column.parts is not None:
+            # One more than is kept: enough to see that there are too many, without listing all chunks of a hostile
+            # file.
             parts += itertools.islice(column.parts(), MAX_PARTS + 1)
     return parts if len(parts) <= MAX_PARTS else []
 
 
 def facts_of_records(file: RecordFile | RandomAccess, size: int, unit_bytes: int) -> FileFacts:
-    """What a file of ``size`` bytes is whose records were all looked at; they are fetched by about ``unit_bytes``."""
+    """Return the facts of a file of ``size`` bytes whose records were all read. A unit has about ``unit_bytes``."""
     places, names = getattr(file, "places", []), getattr(file, "names", {})
     cuts: list[int] | None = None
     parts: list[Part] = []
@@ -114,8 +118,10 @@ def facts_of_records(file: RecordFile | RandomAccess, size: int, unit_bytes: int
 def units_of(
     starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], *, unit_bytes: int
 ) -> tuple[list[int], list[Part]]:
-    """Where units end, and their parts, of records that begin and end there: they share a unit of about ``unit_bytes``
-    by where they begin; larger ones are their own."""
+    """Return where units end, and their parts, from the first and last byte of each record.
+
+    Records that begin in the same ``unit_bytes`` of the file share a unit; a larger record is a unit of its own.
+    """
     changes = np.flatnonzero(np.diff(starts // unit_bytes)) + 1
     firsts = np.concatenate([[0], changes]) if len(starts) else np.zeros(0, dtype=np.int64)
     lasts = np.concatenate([changes, [len(starts)]]) if len(starts) else firsts
@@ -127,7 +133,7 @@ def units_of(
 def open_served(
     path: str, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any], sockets: list[int]
 ) -> OpenedFiles:
-    """The files of rows that ``about`` describes, whose bytes come over a socket."""
+    """Return the files of rows that ``about`` describes. Their bytes come over a socket from the worker."""
     ranges, spec = ServedRanges(*sockets), about
     if spec["schema"] is not None:
         return OpenedFiles(ranges, spec, options, notice=notice)
@@ -138,6 +144,8 @@ def open_served(
     for number, name in enumerate(spec["files"]):
         file = files.opened(number)
         facts = facts_of_rows(file, spec["sizes"][number])
+        # Sent file by file: the places of one file may take 20 MB (2**19 parts of 40 bytes), and a message at most 64
+        # MiB.
         ranges.tell(asdict(facts))
         skipped += of_file(name, file.skipped) if len(spec["files"]) > 1 else file.skipped
         rows.append(facts.rows)
@@ -156,7 +164,8 @@ def open_served(
 def open_path(
     path: str, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any], sockets: list[int]
 ) -> LimitedAccess:
-    """The file at ``path``, of the kind that ``about`` names, whose library reads nothing else."""
+    """Return the file at ``path``, of the kind that ``about`` names. Its library reads only complete local files."""
+    # The name is announced before the file is opened: if the library crashes, the worker names this file in the error.
     place = Path(path)
     notice(place)
     file = SourceFile(place, place.stat().st_size, MemoryRanges(memoryview(b"")), path=place)
@@ -164,7 +173,7 @@ def open_path(
 
 
 class OpenedFiles(Closing):
-    """Rows of several files; see :class:`cachetool.sources.readers.RandomAccess`. One is open at a time."""
+    """Rows of several files; see :class:`cachetool.sources.readers.RandomAccess`. One file is open at a time."""
 
     def __init__(
         self,
@@ -175,14 +184,14 @@ class OpenedFiles(Closing):
         notice: Callable[[Path], None] = lambda path: None,
         skipped: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """``spec``: what these files are, as :class:`cachetool.sources.file_listing.Opened` says it."""
+        """``spec``: the description of the files, as :class:`cachetool.sources.file_listing.Opened` makes it."""
         self.schema, self.piece, self.skipped = Schema.from_json(spec["schema"]), int(spec["piece"]), skipped
         self._files = _Files(ranges, spec, options, notice)
         self._starts = [0, *accumulate(spec["rows"])]
         self.samples = self._starts[-1]
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``, which are of one file."""
+        """Return the samples from ``start`` to ``stop``, which must lie in one file."""
         number = bisect_right(self._starts, start) - 1
         first = self._starts[number]
         file = self._files.opened(number)
@@ -192,12 +201,12 @@ class OpenedFiles(Closing):
             raise MisfitRows(file.path, conform(error.block, self.schema), error.misfits) from None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the open file."""
         self._files.close()
 
 
 class _Files:
-    """Opens a file by its number, once as long as no other is opened."""
+    """Files by their number. A file stays open until another one is opened."""
 
     def __init__(
         self, ranges: Ranges, spec: Mapping[str, Any], options: SourceOptions, notice: Callable[[Path], None]

@@ -1,4 +1,5 @@
-"""How the objects of a place become samples: one frozen value that checks itself and crosses processes as JSON."""
+"""The options that decide how the objects of a place become samples: one frozen value that checks itself and is passed
+between processes as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from cachetool.sources.keys import Stem
 __all__ = ["ImageSize", "Pixels", "SourceOptions", "image_size"]
 
 LABEL = "label"
-"""The field of ``label_from_folder``."""
+"""The name of the field that ``label_from_folder`` adds."""
 ImageSize = tuple[int, int]
 """Height and width in pixels."""
 MAX_SIDE = 10_000
+"""Most pixels of one side of a resized image."""
 OF_FILES = ("files", "groups", "rows")
 READ_AS = ("objects", *OF_FILES)
 DECODINGS = ("image", "mask", "cf")
@@ -29,51 +31,76 @@ DECODINGS = ("image", "mask", "cf")
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """How images become arrays."""
+    """The way in which images become arrays.
+
+    Args:
+        size: Height and width in pixels that every image gets. Default None: each image keeps its own size.
+        masks: True if images with one channel keep their stored numbers, shape (height, width). Default False.
+
+    Example:
+        >>> Pixels(size=(224, 224)).masks
+        False
+    """
 
     size: ImageSize | None = None
-    """Height and width that all get; None for their own."""
+    """Height and width in pixels that every image gets; None for its own size."""
     masks: bool = False
-    """True when images of one channel keep the numbers that are stored."""
+    """True when images with one channel keep their stored numbers."""
 
 
 def image_size(value: int | str | Sequence[int] | None, *, what: str = "--resize") -> ImageSize | None:
-    """What ``--resize`` means: ``224`` is 224 x 224 pixels, ``224x320`` or ``(224, 320)`` height and width.
+    """Return the height and width that ``--resize`` means.
 
-    Raises :class:`UsageError`.
+    Args:
+        value: A side in pixels (``224`` is 224 x 224), ``"HEIGHTxWIDTH"``, or a list or tuple of one or two sides. None
+            means no resizing.
+        what: Name of the option in messages. Default ``--resize``.
+
+    Returns:
+        (height, width) in pixels, each from 1 to 10,000; None for None.
+
+    Raises:
+        UsageError: ``value`` is none of these.
+
+    Example:
+        >>> image_size("224x320")
+        (224, 320)
     """
     if value is None:
         return None
     sides: Sequence[Any] = value.split("x") if isinstance(value, str) else [value]
     if isinstance(value, list | tuple):
         sides = value
+    # At most five digits reach int(), which raises ValueError for texts of more than 4,300 digits.
     integers = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", f"{side}" if _is_number(side) else "")]
     sizes = [side for side in integers if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
-            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"
+            f"--resize must be SIDE or HEIGHTxWIDTH in pixels, each 1 to {MAX_SIDE}, such as 224 or 224x320;"
             f" got {shown(value)}"
         )
     return sizes[0], sizes[-1]
 
 
 def _renames(given: Any, *, what: str) -> dict[str, str]:
-    """Old to new names. Raises :class:`UsageError`."""
+    """Return a mapping of old to new names. Raises :class:`UsageError`."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise UsageError(f"rename {shown(given)} cannot be used: old names to new ones")
+        raise UsageError(f"rename {shown(given)} cannot be used; give a mapping of old names to new names")
+    # Imported here and below, so that `cachetool --help` does not import NumPy.
     from cachetool.core.schema import KEY
 
     names = {parse_text(old, what="rename"): parse_text(new, what="rename") for old, new in given.items()}
     if KEY in (*names, *names.values()):
-        raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
+        raise UsageError(f"--rename cannot change or create {KEY}; to leave {KEY} out: --no-key")
     return names
 
 
 def _checked_fields(given: Any, *, what: str) -> tuple[str, ...]:
-    """Names to keep, or names to leave out, each with a minus. Raises :class:`UsageError`."""
-    if isinstance(given, list | tuple) and not given:  # what is left where the key alone was asked for
+    """Return the names to keep, or the names to leave out, each with a minus. Raises :class:`UsageError`."""
+    # An empty list reaches this check when only the key was asked for: its name was removed before.
+    if isinstance(given, list | tuple) and not given:
         return ()
     from cachetool.core.schema import KEY, names_of
 
@@ -82,8 +109,8 @@ def _checked_fields(given: Any, *, what: str) -> tuple[str, ...]:
     if dropped and len(dropped) < len(fields):
         kept = next(name for name in fields if not name.startswith("-"))
         raise UsageError(
-            f"--fields either keeps fields or leaves fields out, and {shown(kept)} and {shown(dropped[0])} do both;"
-            " give names of one kind"
+            f"--fields can keep fields or leave fields out, but not both: {shown(kept)}, {shown(dropped[0])};"
+            " give a minus before every name, or before none"
         )
     if f"-{KEY}" in dropped:
         raise UsageError(f"{KEY} is left out with --no-key, not with --fields")
@@ -98,7 +125,7 @@ def _checked_stem(value: Any, *, what: str) -> str:
 
 def _checked_decode(value: object, *, what: str) -> str:
     if not is_one_of(value, DECODINGS):
-        raise UsageError(f"unknown --decode {shown(value)}; there is {', '.join(DECODINGS)}")
+        raise UsageError(f"unknown --decode {shown(value)}; choose one of {', '.join(DECODINGS)}")
     return str(value)
 
 
@@ -106,7 +133,7 @@ def _checked_label(value: object, *, what: str) -> bool | str:
     if is_one_of(value, ("int", "text")):
         return True if value == "text" else "int"
     if isinstance(value, str):
-        raise UsageError(f"--label-from-folder is text or int, got {shown(value)}")
+        raise UsageError(f"--label-from-folder must be text or int, got {shown(value)}")
     return parse_flag(value, what=what)
 
 
@@ -145,12 +172,12 @@ def _list_workers(value: object, *, what: str) -> int:
 
 
 def field_names(texts: Sequence[str]) -> tuple[str, ...]:
-    """The names in ``--fields a,b --fields c``."""
+    """Return the names in ``--fields a,b --fields c``."""
     return tuple(name.strip() for name in ",".join(texts).split(","))
 
 
 def renames(pairs: Sequence[str]) -> dict[str, str]:
-    """Old to new name of ``--rename a=b --rename c=d`` or ``--rename a=b,c=d``. Raises :class:`UsageError`."""
+    """Return old and new names of ``--rename a=b --rename c=d`` or ``--rename a=b,c=d``. Raises :class:`UsageError`."""
     names: dict[str, str] = {}
     for pair in ",".join(pairs).split(","):
         old, equals, new = (part.strip() for part in pair.partition("="))
@@ -161,126 +188,175 @@ def renames(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _is_number(side: object) -> bool:
-    """Whether it is text, which may be a number, or a number of a size that has a text."""
+    """Return True for a text, or for a whole number within the allowed size."""
+    # The size is checked before the number becomes text, because Python refuses to print integers of thousands of
+    # digits.
     return isinstance(side, str) or (isinstance(side, numbers.Integral) and abs(int(side)) <= MAX_SIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
-    """How samples are made of what lies at a source."""
+    """The options that decide how samples are made of the objects or files of a source.
+
+    Args:
+        fields: Names of the fields to keep, after renaming; or names with a minus in front, to keep all others.
+            Default:
+            all fields.
+        rename: Old to new names of fields. Several fields may get one name, if no sample has two of them.
+        stem: Rule that cuts a name into sample and field: ``"first"`` or ``"last"`` dot, or a regular expression.
+            Default: the first dot, or the last if the names of a place can only mean that.
+        decode: ``"image"``, ``"mask"`` or ``"cf"``. Default None: images stay bytes, and packed numbers stay packed.
+        resize: Size in pixels for every image, see :func:`image_size`. Needs ``decode="image"`` or ``"mask"``, or
+            ``value_format="image"``.
+        label_from_folder: True or ``"text"`` adds the folder's name as the field ``label``, ``"int"`` its number among
+            the sorted names. Default False.
+        read_as: ``"objects"``, ``"files"``, ``"groups"``, ``"rows"`` or a kind of files such as ``"tar"``. Default
+            None: the files of the source decide.
+        include: Globs of names to use. Default: all names.
+        exclude: Globs of names to leave out. Default: none.
+        key: True adds the field ``__key__``, which says where a sample came from. Default True.
+        value_format: Format of objects and values whose bytes do not show it: ``"bytes"``, ``"npy"``, ``"image"`` or
+            ``"raw:DTYPE,SHAPE"``.
+        rows: Number of rows (first dimension) of the arrays of a file to use. Default: the number whose arrays have
+            the most bytes together.
+        follow_links: True follows links in a local folder to any file that this user may read. Default False.
+        concurrency: Requests in flight in each worker, 1 to 1024. Default: the store's own number.
+        list_workers: Pages of the list that are requested at the same time, 1 to 256, for S3, GCS and Azure. Default 1.
+        classes: Folder names whose positions are the numbers of ``label_from_folder="int"``. Set by ``pull``.
+
+    Raises:
+        UsageError: An option has a wrong value, or two options contradict each other.
+
+    Example:
+        >>> options = SourceOptions(fields=["image"], rename={"jpg": "image"}, decode="image", resize=224)
+        >>> options.pixels.size
+        (224, 224)
+    """
 
     fields: Annotated[
         Sequence[str] | None,
         Option(
-            "Keep only these fields (names after --rename); with a minus before each name all but these. Repeatable.",
+            "Keep only these fields (names after --rename); with a minus before each name, drop these. Repeatable.",
             "A,B|-A,-B", _checked_fields, words=field_names,
         ),
     ] = None  # fmt: skip
     rename: Annotated[
         Mapping[str, str],
-        Option("Give a field another name; several may get one. Repeatable.", "OLD=NEW", _renames, words=renames),
+        Option("Rename a field; several may get the same name. Repeatable.", "OLD=NEW", _renames, words=renames),
     ] = field(default_factory=dict)
     stem: Annotated[
         str | None,
         Option(
-            "Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX."
-            " Default: the first, or the last where only that can be meant, which a note says.",
+            "Objects form one sample if their names agree up to the first dot, the last dot, or in group 1 of REGEX."
+            " Default: first, or last if the names leave no other choice; a note then says so.",
             "first|last|REGEX", _checked_stem,
         ),
     ] = None  # fmt: skip
     decode: Annotated[
         str | None,
         Option(
-            "image: images become uint8 arrays (height, width, 3); mask: likewise, but those of one channel (palette,"
-            " gray) keep their numbers, (height, width); cf: packed numbers and times of HDF5, netCDF4 and Zarr become"
-            " what they stand for.",
+            "image: images become uint8 arrays (height, width, 3); mask: the same, but an image of one channel"
+            " (palette, gray) becomes an array (height, width) of its stored numbers; cf: packed numbers and times of"
+            " HDF5, netCDF4 and Zarr are unpacked.",
             "image|mask|cf", _checked_decode,
         ),
     ] = None  # fmt: skip
     resize: Annotated[
         int | str | tuple[int, int] | None,
         Option(
-            "With --decode image or mask: give every image this size in pixels, 224 meaning 224x224.",
+            "With --decode image or mask: resize every image to this size in pixels; 224 means 224x224.",
             "SIDE|HxW", image_size,
         ),
     ] = None  # fmt: skip
     label_from_folder: Annotated[
         bool | str,
         Option(
-            "Add the folder's name as the field 'label', or with int its number among the sorted names.",
+            "Add the folder's name as the field 'label'; with int, its number among the sorted names.",
             "[text|int]", _checked_label,
         ),
     ] = False  # fmt: skip
     read_as: Annotated[
         str | None,
         Option(
-            "A sample is an object, or lies in a file of many: as a group, or as a row; or in those of one KIND (tar,"
-            " parquet, hdf5, ...). Default: by what is there.",
+            "objects: objects are samples; files: each file holds many samples; groups, rows: each group or row of a"
+            " file is a sample; KIND (tar, parquet, hdf5, ...): read only such files. Default: depends on SOURCE.",
             "objects|files|groups|rows|KIND", parse_text,
         ),
     ] = None  # fmt: skip
     include: Annotated[
         Sequence[str],
         Option(
-            "Take only these names; repeatable. Without / a glob is for the last part of a name, with / for all of it"
-            " below SOURCE; ** matches folders.",
+            "Use only objects whose names match GLOB. A glob without / must match the last component of a name. A glob"
+            " that contains / must match the whole name below SOURCE; ** matches folders. Repeatable.",
             "GLOB", _checked_globs,
         ),
     ] = ()  # fmt: skip
     exclude: Annotated[
-        Sequence[str], Option("Leave out these names, as for --include; repeatable.", "GLOB", _checked_globs)
+        Sequence[str],
+        Option("Leave out objects whose names match GLOB; globs as for --include. Repeatable.", "GLOB", _checked_globs),
     ] = ()
-    key: Annotated[bool, Option("Store where a sample came from as '__key__'.", flag="--key/--no-key")] = True
+    key: Annotated[bool, Option("Store the origin of each sample in the field '__key__'.", flag="--key/--no-key")] = (
+        True
+    )
     value_format: Annotated[
         str | None,
         Option(
-            "What the bytes of objects and of the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
+            "Format of objects that are stored as bytes, and of the values of an LMDB that cachetool did not write:"
+            " bytes, npy, image or raw:DTYPE,SHAPE.",
             "KIND", _checked_value_format,
         ),
     ] = None  # fmt: skip
     rows: Annotated[
         int | None,
-        Option("First dimension of the arrays of a file to take. Default: the one that most bytes have.", "N", _rows),
+        Option(
+            "Use the arrays of a file that have N rows. Default: arrays are grouped by their number of rows, and the"
+            " group with the most bytes is used.",
+            "N",
+            _rows,
+        ),
     ] = None
     follow_links: Annotated[
         bool,
         Option(
-            "Read what links in a folder lead to, also outside of it: any file that you may read. Only for folders"
-            " whose links you trust."
+            "Follow links in a folder to any file that you may read, also outside of the folder. Use it only if you"
+            " trust the links."
         ),
     ] = False
     concurrency: Annotated[
-        int | None, Option("Requests in flight in each worker. Default: what suits the store.", "N", _concurrency)
+        int | None,
+        Option("Number of requests in flight in each worker. Default: depends on the store.", "N", _concurrency),
     ] = None
     list_workers: Annotated[
         int,
         Option(
-            "Pages of the list of SOURCE that are asked for at once, in folders of s3, gs and az; other places are"
-            " listed as ever, a manifest in one piece.",
+            "Number of requests in flight that list a folder of s3, gs or az. Manifests and other sources are not"
+            " affected.",
             "K", _list_workers,
         ),
     ] = 1  # fmt: skip
     classes: Sequence[str] = ()
-    """The names that the numbers stand for, once they are known; see :mod:`cachetool.sources.classes`."""
+    """The folder names that the numbers of labels stand for, once they are known; see
+    :mod:`cachetool.sources.classes`."""
 
     elsewhere: ClassVar = {
-        **dict.fromkeys(("max_size", "min_free"), "the cap is the cache's: open_cache(..., max_size=, min_free=)"),
-        **dict.fromkeys(("on", "address", "dry_run"), "it is an option of the command line alone"),
+        **dict.fromkeys(("max_size", "min_free"), "set the cap on the cache: open_cache(..., max_size=, min_free=)"),
+        **dict.fromkeys(("on", "address", "dry_run"), "it is an option of the command line only"),
     }
 
     def _check(self) -> None:
         if self.resize is not None and not (self.decodes_images or self.value_format == "image"):
-            raise UsageError("--resize is for images that are decoded; give --decode image as well")
+            raise UsageError("--resize needs decoded images; add --decode image")
         if not isinstance(self.classes, list | tuple) or not all(isinstance(name, str) for name in self.classes):
-            raise UsageError(f"classes {shown(self.classes)} cannot be used: a list of names")
+            raise UsageError(f"classes {shown(self.classes)} cannot be used; give a list of names")
         self._set("classes", tuple(self.classes))
         if self.fields is not None and not self.fields and not self.key:
-            raise UsageError("--fields names no field")
+            raise UsageError("--fields names no field; name at least one")
         if self.fields or self.rename:
             from cachetool.core.schema import Field
 
             for name in (*(self.chosen or ()), *self.rename.values()):
-                Field(name, "bytes")  # refuses names that no format can hold
+                # Field raises UsageError for a name that no format can hold.
+                Field(name, "bytes")
 
     @property
     def decodes_images(self) -> bool:
@@ -294,7 +370,7 @@ class SourceOptions(Options):
 
     @property
     def chosen(self) -> tuple[str, ...] | None:
-        """The fields asked for by name, in order; None for all, or for all but :attr:`dropped`."""
+        """The fields asked for by name, in order; None for all fields, or for all but :attr:`dropped`."""
         return None if self.dropped or self.fields is None else tuple(self.fields)
 
     @property
@@ -303,13 +379,28 @@ class SourceOptions(Options):
         return frozenset(name[1:] for name in self.fields or () if name.startswith("-"))
 
     def wants(self, name: str) -> bool:
-        """Whether a field is asked for that its file calls ``name``."""
+        """Return True if a field is asked for.
+
+        Args:
+            name: The field's name in its file, before renaming.
+
+        Returns:
+            True unless ``fields`` leaves the field out.
+        """
         new = self.rename.get(name, name)
         return new not in self.dropped and (self.chosen is None or new in self.chosen)
 
     def numbering(self) -> dict[str, Any]:
-        """The part that decides what a unit number means."""
+        """Return the options that decide the meaning of a unit's number.
+
+        Returns:
+            Plain JSON values: the rule of cutting names, and ``read_as``, ``include``, ``exclude`` and ``follow_links``
+                if
+            they are set.
+        """
         facts: dict[str, Any] = {"stem": self.stem or "first"}
         globs = {name: sorted(getattr(self, name)) for name in ("include", "exclude") if getattr(self, name)}
+        # Only options that are set: the dictionary is part of a source's identity, which must not change when a new
+        # option appears.
         links = {"follow_links": True} if self.follow_links else {}
         return facts | ({} if self.read_as is None else {"read_as": self.read_as}) | globs | links

@@ -1,18 +1,16 @@
-"""The order in which a source is drawn: its units in a seeded order, then the samples inside each in one of their own.
+"""The order in which a source is drawn: its units in a seeded order, then the samples inside each unit in an order of
+their own.
 
 ::
 
-    units (sizes)     0: 4    1: 4    2: 3          what is fetched together
-    drawn             1 1 1 1   2 2 2   0 0 0 0     is drawn together
-    positions         0 . . .   4 . .   7 . . 10    claims that end where a unit does fetch nothing twice
-
-Several caches share a source without a word between them, by parts of its order::
+Several caches share a source without communication, by parts of its order::
 
     home numbers      unit 1: 0   unit 2: 1   unit 0: 2      places in the order of pass 0, segment after segment
     part 0 of 2       unit 1, unit 0                         home numbers that are 0 modulo 2, in every pass
     part 1 of 2       unit 2
 
-Where every unit is one sample the order is computed and never stored; otherwise 16 bytes a unit of the part are.
+If every unit is one sample, the order is computed and never stored. Otherwise it takes 16 bytes for each unit of the
+part.
 """
 
 from __future__ import annotations
@@ -31,27 +29,29 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class DrawOrder(Protocol):
-    """Positions of a pass over a source, as draws."""
+    """The draws of a pass over a source, by position."""
 
     def __getitem__(self, positions: Any) -> Any:
-        """The draws at ``positions``, an int64 array."""
+        """Return the draws at ``positions``, an int64 array."""
         ...
 
     def unit_end(self, start: int, stop: int) -> int:
-        """Where to end a run of positions from ``start`` that should end near ``stop`` so that it splits no unit."""
+        """Return where to end a run of positions that begins at ``start`` and should end near ``stop``, without
+        splitting a unit."""
         ...
 
 
 class PartOrder:
     """One part of a pass over a source; see :class:`DrawOrder`.
 
-    ``sizes`` are the samples of each unit, or the number of units of one sample each. ``segments`` are the places
-    between the segments of this pass, ``home`` those between all segments of the source, both counted in samples;
-    ``segments`` is made of some of ``home``. Each segment is drawn after all before it, so that one more moves nothing.
+    ``sizes`` are the numbers of samples of the units, or the number of units of one sample each. ``segments`` are the
+    bounds between the segments of this pass, ``home`` the bounds between all segments of the source. Both count
+    samples, and ``segments`` is a subset of ``home``. Each segment is drawn after all earlier ones, so a new segment
+    moves no draw.
 
-    A source cut into ``cut`` parts has in ``part`` the units whose home number is ``part`` modulo ``cut``: in pass 0 by
-    that number, later in a seeded order of each segment. The order inside a unit depends on no cut. A source in one
-    part is drawn in each pass in an order of all its units.
+    A source is cut into ``cut`` parts. ``part`` has the units whose home number is ``part`` modulo ``cut``. In pass 0
+    they come by home number, later in a seeded order of each segment. The order inside a unit does not depend on the
+    cut. A source in one part is drawn in each pass in an order of all its units.
     """
 
     def __init__(
@@ -66,23 +66,26 @@ class PartOrder:
         cut: int = 1,
         sequential: bool = False,
     ) -> None:
+        # Units of one sample each need no stored order: positions are units.
         if not isinstance(sizes, int) and (sizes == 1).all():
             sizes = len(sizes)
         self._part, self._cut, self._seed = part, cut, seed
         self._sizes = None if isinstance(sizes, int) else sizes
         self._units = sizes if isinstance(sizes, int) else len(sizes)
         segments, home = self._in_units(segments), self._in_units(home)
-        # Counted up to the first segment, so that the orders inside units stay as they are when the source grows.
+        # The number seeds the orders inside units. It uses the first segment's length only, so these orders do not
+        # change when the source grows by a segment.
         self._inside = None if sequential else pass_number * (segments[0] if segments else self._units)
         self._home: SegmentedOrder | None = None
         label = ""
         if cut > 1:
             label = f"{part}/{cut}"
             self._home = SegmentedOrder(self._units, seed=seed, segments=home, sequential=sequential)
+            # In pass 0 the home order is already the seeded order, so the part is walked by home number.
             sequential = sequential or pass_number == 0
             segments = [part_size(place, part, cut) for place in segments]
         count = part_size(self._units, part, cut)
-        # A part has no unit of a segment that is shorter than the cut.
+        # A segment that is shorter than the cut has no unit in some parts, so two bounds may fall together.
         places = sorted({place for place in segments if 0 < place < count})
         self._order = SegmentedOrder(
             count, seed=seed, pass_number=pass_number, segments=places, part=label, sequential=sequential
@@ -94,14 +97,14 @@ class PartOrder:
             self._ends = np.cumsum(self._sizes[self._drawn])
 
     def _in_units(self, places: Sequence[int]) -> list[int]:
-        """Places between samples as places between units."""
+        """Return bounds between samples as bounds between units."""
         if self._sizes is None:
             return list(places)
         ends: list[int] = (np.searchsorted(np.cumsum(self._sizes), np.array(places, dtype=np.int64)) + 1).tolist()
         return ends
 
     def _unit_at(self, places: _Numbers) -> _Numbers:
-        """The units at these places of the part."""
+        """Return the units at these places of the part."""
         units = self._order[places]
         return units if self._home is None else self._home[self._part + self._cut * units]
 
@@ -118,6 +121,7 @@ class PartOrder:
             raise IndexError(f"position outside 0 .. {len(self) - 1}")
         places = np.searchsorted(self._ends, at, side="right")
         out = np.empty_like(at)
+        # Positions are grouped by unit, so that each unit's permutation is computed once for all of its positions.
         by_unit = np.argsort(places, axis=None, kind="stable")
         cuts = np.flatnonzero(np.diff(places.flat[by_unit])) + 1
         for group in np.split(by_unit, cuts) if at.size else ():
@@ -126,13 +130,13 @@ class PartOrder:
             size = int(self._sizes[unit])
             inside = at.flat[group] - (int(self._ends[place]) - size)
             if size > 1 and self._inside is not None:
-                # Another order in each unit: else all chunks of one size would be gone through alike.
+                # Each unit gets its own order. Otherwise all chunks of one size would be drawn in the same inner order.
                 inside = Permutation(size, seed=self._seed, pass_number=self._inside + unit)[inside]
             out.flat[group] = self._first[unit] + inside
         return out
 
     def unit_end(self, start: int, stop: int) -> int:
-        """The last end of a unit up to ``stop``, or the first one behind ``start``."""
+        """Return the last end of a unit up to ``stop``, or the first one after ``start``."""
         if self._drawn is None:
             return stop
         last = int(np.searchsorted(self._ends, stop, side="right")) - 1
@@ -141,12 +145,13 @@ class PartOrder:
         return int(self._ends[np.searchsorted(self._ends, start, side="right")])
 
     def limit(self, upto: int) -> int:
-        """How many of the first ``upto`` draws of pass 0 over the whole source are in this part."""
+        """Return how many of the first ``upto`` draws of pass 0 over the whole source are in this part."""
         if self._home is None:
             return min(upto, len(self))
         if self._sizes is None:
             return part_size(min(upto, self._units), self._part, self._cut)
         sizes = self._sizes[self._home[np.arange(self._units, dtype=np.int64)]]
-        # Of each unit in the order of pass 0 so many samples: all, those that are left of `upto`, none.
+        # For each unit in the order of pass 0 the number of its samples among the first `upto`: all, some of the last
+        # unit, none.
         taken = np.clip(upto - (np.cumsum(sizes) - sizes), 0, sizes)
         return int(taken[self._part :: self._cut].sum())

@@ -1,9 +1,9 @@
 """Files that cachetool wrote, outside of any cache: a folder of ``convert --out``, or one such file from anywhere.
 
-Arrays (HDF5, Zarr) are read as those of others are (:mod:`cachetool.sources.rows`). :class:`OurFile` reads LMDB and
-TFRecord by their format's library. Nobody vouches for them: whoever made a file could have made a digest that fits.
-Against accidents the checksums beside each file must be those that ``dataset.json`` says, and the samples must have
-these checksums (:meth:`Exported.check`).
+HDF5 and Zarr files are read like foreign ones (:mod:`cachetool.sources.rows`). :class:`OurFile` reads LMDB and TFRecord
+with the format's own reader. These files are not trusted, because the author of a file could also make a matching
+digest. Against accidental damage two things are compared: the checksums beside each file with ``dataset.json``, and the
+samples with these checksums (:meth:`Exported.check`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ __all__ = ["NOT_OURS", "Exported", "OurFile", "exported", "our_lmdb", "our_recor
 
 
 def our_lmdb(path: Path, options: SourceOptions) -> OurFile | None:
-    """The samples of an LMDB file of ours; None for all others. Raises :class:`BadObject` for a damaged one."""
+    """Return the samples of an LMDB file that cachetool wrote; None for all others. Raises :class:`BadObject` for a
+    damaged one."""
+    # Imported here, so that TFRecord files are read without the package lmdb.
     from cachetool.formats.lmdb import is_ours
 
     with _bad(path):
@@ -48,25 +50,33 @@ def our_lmdb(path: Path, options: SourceOptions) -> OurFile | None:
 
 
 def our_records(path: Path, options: SourceOptions, schema: Schema) -> OurFile:
-    """The samples of a TFRecord file of ours, which does not say its ``schema``. Raises :class:`BadObject`."""
+    """Return the samples of a TFRecord file that cachetool wrote; the file does not contain its ``schema``.
+
+    Raises :class:`BadObject`.
+    """
     with _bad(path):
         return OurFile(path, get_format("tfrecord"), options, schema=schema)
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What ``dataset.json`` says of the files beside it."""
+    """The statements of ``dataset.json`` about the files beside it."""
 
     schema: Schema
     contents: Mapping[str, str]
-    """By name the content digest of each file; empty in a folder that was made without."""
+    """The content digest of each file, by its name; empty if the folder was written without digests."""
 
     def check(self, store: Store, name: str, start: int, checksums: npt.NDArray[np.uint64]) -> None:
-        """Compare the ``checksums``, (fields, samples), of the samples of a file from ``start`` on with those that were
-        written. Raises :class:`CorruptError` naming the file, sample and field."""
+        """Compare the checksums of some samples of a file with those that were written.
+
+        ``checksums`` has the shape (fields, samples), for the samples from ``start`` on. Raises :class:`CorruptError`
+        naming the file, sample and field.
+        """
         expected = self._checksums(store, name)
+        # The checksums lie in a file of their own, which may be damaged too. dataset.json has the digest of all of
+        # them.
         if self.contents[name] and digest_of(self.schema, [expected]) != self.contents[name]:
-            raise CorruptError(f"{name}: beside it are not the checksums of the samples that were written")
+            raise CorruptError(f"{name}: the checksums beside it are not those of the samples that were written")
         stop = start + checksums.shape[1]
         check_samples(checksums, expected[:, start:stop], self.schema, name=name, first=start)
 
@@ -84,19 +94,20 @@ class Exported:
         return array
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the value as plain JSON values."""
         return {"schema": self.schema.to_json(), "contents": dict(self.contents)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exported:
-        """What :meth:`to_json` gave."""
+        """Return the value that :meth:`to_json` described."""
         return cls(Schema.from_json(value["schema"]), value["contents"])
 
 
 def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alone: bool = False) -> Exported | None:
-    """What a ``dataset.json`` says of the files with these names, or of one of several; None where it is not ours.
+    """Return the statements of a ``dataset.json`` about the files ``names``; None if it is not of ``convert``.
 
-    Raises :class:`CorruptError` for one that looks like ours and does not fit, or is of a later version.
+    ``alone``: ``names`` is one of several files. Raises :class:`CorruptError` for a file that looks like ours and does
+    not fit, or is of a later version.
     """
     raw, names = bytes(about), list(names)
     with contextlib.suppress(ValueError):
@@ -106,6 +117,8 @@ def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alon
             return None
         if dataset.format == kind and (alone or contents.keys() == set(names)):
             return Exported(dataset.schema, {name: contents[name] for name in names})
+    # A damaged dataset.json no longer parses. If most of its keys are still there, the folder was exported, and reading
+    # it as a foreign one would skip all checks. A single file may lie beside the dataset.json of another program.
     if sum(word in raw for word in _WORDS) >= len(_WORDS) // 2 + 1 and not alone:
         raise CorruptError(NOT_OURS)
     return None
@@ -113,16 +126,19 @@ def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alon
 
 @contextlib.contextmanager
 def _bad(path: Path) -> Iterator[None]:
-    """Nobody vouches for the file: what is wrong with it is an object that cannot be used, not damage of a cache."""
+    """Turn damage of a file into :class:`BadObject`."""
     try:
         with reading(str(path)):
             yield
     except CorruptError as error:
+        # CorruptError means damage of a cache, for which `verify --repair` is advised. Here it is one unusable object
+        # of a source.
         raise BadObject(str(error)) from error
 
 
 class OurFile(Closing):
-    """One file; see :class:`cachetool.sources.readers.RandomAccess`. ``schema`` is what it must have, where known."""
+    """One file; see :class:`cachetool.sources.readers.RandomAccess`. ``schema``: the expected schema, if it is
+    known."""
 
     def __init__(self, path: Path, kind: Format, options: SourceOptions, *, schema: Schema | None = None) -> None:
         self.path, self._kind, self._stored = path, kind, schema
@@ -133,6 +149,7 @@ class OurFile(Closing):
         self._names = field_names(path, [name for name in reader.schema.names if name != KEY], skipped, options)
         if KEY in reader.schema and options.key:
             self._names[KEY] = KEY
+        # The order of the written schema is also the order of the file's checksums, with which samples are compared.
         if options.fields is None:
             self._names = {name: self._names[name] for name in reader.schema.names if name in self._names}
         fields = [replace(reader.schema[name], name=new) for name, new in self._names.items()]
@@ -143,15 +160,15 @@ class OurFile(Closing):
         self.piece = reader.schema.fixed_nbytes if reader.schema.is_fixed else size
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return the samples from ``start`` to ``stop``."""
         if not 0 <= start <= stop <= self.samples:
-            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+            raise UsageError(f"{self.path}: samples {start} to {stop} do not exist; the file has {self.samples}")
         with _bad(self.path):
             block = self._open().read(start, stop)
         return Block(self.schema, {new: block.columns[name] for name, new in self._names.items()})
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -162,7 +179,7 @@ class OurFile(Closing):
         return self._reader
 
 
-NOT_OURS = f"{DATASET_FILE} is not what cachetool convert writes of these files: one of them is missing or damaged"
-"""Said of a folder that ``convert --out`` wrote."""
+NOT_OURS = f"{DATASET_FILE} does not fit the files that cachetool convert wrote: one of them is missing or damaged"
+"""The error for a folder that ``convert --out`` wrote and that is damaged."""
 _WORDS = (b'"layout"', b'"format"', b'"schema"', b'"content"', b'"parts"')
-"""A damaged one still has most of these."""
+"""Keys of ``dataset.json``, most of which remain in a damaged one."""

@@ -1,4 +1,4 @@
-"""Parquet files, a row a sample, read by row groups; needs the extra ``parquet``.
+"""Parquet files: each row is a sample, read by row groups. Needs the extra ``parquet``.
 
 ==============================  =======================================================
 column                          field
@@ -15,8 +15,8 @@ other structs                   each of their parts, as ``NAME.PART``
 anything else                   left out, with the reason
 ==============================  =======================================================
 
-A row with a null in a field is no sample (:class:`~cachetool.sources.readers.MisfitRows`): no field can hold it. A
-column of nulls alone is left out.
+A row with a null in a field is no sample (:class:`~cachetool.sources.readers.MisfitRows`), because no field can hold a
+null. A column of nulls alone is left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["open_parquet"]
 
 
 def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The columns of one Parquet file. Raises :class:`BadObject` naming file and column."""
+    """Return the columns of one Parquet file. Raises :class:`BadObject` naming file and column."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -51,13 +51,16 @@ def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
         raise MissingExtra("reading Parquet files", "parquet") from None
 
     with reading(f"{path} is not a whole Parquet file"):
+        # pre_buffer=False: each read asks for its bytes when needed. The worker has fetched a row group's parts before,
+        # and pyarrow would read ahead in larger pieces of its own.
         opened = pyarrow.PythonFile(path.open(), mode="r")
         file = pyarrow.parquet.ParquetFile(opened, memory_map=False, pre_buffer=False)
         about = file.metadata
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
         counts = [group.num_rows for group in groups]
+        # The metadata of a damaged file may state anything. Units and reads rely on these counts.
         if any(count < 0 for count in counts) or sum(counts) != about.num_rows:
-            raise BadObject(f"{path}: its row groups do not add up to its rows")
+            raise BadObject(f"{path}: its row groups together do not have as many rows as the file")
         piece = max(
             (sum(group.column(at).total_uncompressed_size for at in range(group.num_columns)) for group in groups),
             default=0,
@@ -70,7 +73,8 @@ def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
     columns: list[StoredColumn] = []
     leaves = [leaf for field in schema for leaf in _leaves(field.name, (field.name,), field.type)]
     places = [about.schema.column(at).path for at in range(about.num_columns)]
-    inside: dict[str, list[int]] = defaultdict(list)  # the parts of a column, which begin with its name and a dot
+    # The parts of a column are those whose place begins with the column's name and a dot.
+    inside: dict[str, list[int]] = defaultdict(list)
     for at, place in enumerate(places):
         for end in (*(end for end, letter in enumerate(place) if letter == "."), len(place)):
             inside[place[:end]].append(at)
@@ -80,8 +84,9 @@ def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
             skipped.append((leaf.name, reason))
             continue
         is_column = len(leaf.steps) == 1 and tops[leaf.name] == 1
-        if names[leaf.name] > 1 and not is_column:  # one of them would be read under the type of the other
-            skipped.append((leaf.name, "another column has this name too"))
+        # Two columns of one name: one would be read with the type of the other.
+        if names[leaf.name] > 1 and not is_column:
+            skipped.append((leaf.name, "another column has the same name"))
             continue
         values = _values_of(leaf.kind, leaf.shape)
         chunks = inside[leaf.place]
@@ -99,18 +104,18 @@ def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A column, or a part of one that is a struct."""
+    """A column, or one part of a column that is a struct."""
 
     name: str
     steps: tuple[str, ...]
-    """The column, and the names that lead from it to the part."""
+    """The column's name, and the names that lead from the column to the part."""
     kind: Any
-    """Type in Arrow, without what is around its values: dictionary, extension."""
+    """The Arrow type of the values themselves, without a dictionary or extension around them."""
     is_file: bool = False
-    """True for the bytes of an image or audio, in a struct beside their path."""
+    """True for the bytes of an image or audio that lie in a struct beside their path."""
     is_path: bool = False
     shape: tuple[int, ...] = ()
-    """The shape of each value, where the column holds tensors of a fixed shape."""
+    """The shape of each value if the column holds tensors of a fixed shape."""
 
     @property
     def place(self) -> str:
@@ -119,9 +124,10 @@ class _Leaf:
 
 
 def _leaves(name: str, steps: tuple[str, ...], kind: Any) -> Iterator[_Leaf]:
-    """The candidates for fields in a column: the column itself, or the parts of a struct."""
+    """Yield the candidates for fields in a column: the column itself, or the parts of a struct."""
     from pyarrow import types
 
+    # Values of a permuted tensor lie in another order than its shape says, so its shape is used only for the identity.
     permuted = getattr(kind, "permutation", None)
     shape = tuple(getattr(kind, "shape", ())) if permuted in (None, sorted(permuted or ())) else ()
     kind = _plain(kind)
@@ -129,6 +135,7 @@ def _leaves(name: str, steps: tuple[str, ...], kind: Any) -> Iterator[_Leaf]:
         yield _Leaf(name, steps, kind, shape=shape)
         return
     parts = {part.name: _plain(part.type) for part in kind}
+    # The Hugging Face hub stores images and audio as this struct. The field gets the column's own name.
     if parts.keys() == {"bytes", "path"} and _is_binary(parts["bytes"]):
         yield _Leaf(name, (*steps, "bytes"), parts["bytes"], is_file=True)
         yield _Leaf(f"{name}.path", (*steps, "path"), parts["path"], is_path=True)
@@ -138,22 +145,23 @@ def _leaves(name: str, steps: tuple[str, ...], kind: Any) -> Iterator[_Leaf]:
 
 
 def _not_taken(leaf: _Leaf, options: SourceOptions) -> str:
-    """The reason to leave a column out before it is looked at; empty when there is none."""
+    """Return the reason to leave a column out before it is read; empty if there is none."""
     name = options.rename.get(leaf.name, leaf.name)
-    around = (".".join(leaf.steps[:count]) for count in range(1, len(leaf.steps)))  # ``-a`` leaves out all of ``a.b``
+    # `--fields -a` leaves out every part of the struct `a`, such as `a.b`.
+    around = (".".join(leaf.steps[:count]) for count in range(1, len(leaf.steps)))
     if not options.wants(leaf.name) or any(place in options.dropped for place in around):
         return NOT_ASKED
     if leaf.is_path and name not in (options.chosen or ()):
-        return f"the path beside the bytes of {leaf.name.removesuffix('.path')}; --fields takes it where it names it"
+        return f"the path beside the bytes of {leaf.name.removesuffix('.path')}; to read it, name it in --fields"
     return ""
 
 
-_NO_BYTES = "has no bytes, at most a path to a file that is not in the table"
-_ONLY_PATHS = "it has paths to files and no bytes; pull the folder of these files, or write the table with their bytes"
+_NO_BYTES = "has no bytes (at most a path to a file outside of the table)"
+_ONLY_PATHS = "it has paths to files but no bytes; pull the folder of these files, or write the table with their bytes"
 
 
 def _only_nulls(about: Any, chunks: Sequence[int]) -> bool:
-    """True when the metadata say that a column, given by its number, has no value in any row."""
+    """Return True if the metadata show that a column has no value in any row. ``chunks``: the column's number."""
     for number in range(about.num_row_groups) if len(chunks) == 1 else ():
         group = about.row_group(number)
         statistics = group.column(chunks[0]).statistics
@@ -163,19 +171,20 @@ def _only_nulls(about: Any, chunks: Sequence[int]) -> bool:
 
 
 def _parts(about: Any, chunks: Sequence[int]) -> Iterator[Part]:
-    """The places of a column, given by the numbers of its parts, in each row group."""
+    """Yield the places in each row group of the columns with the numbers ``chunks``."""
     row = 0
     for number in range(about.num_row_groups):
         group = about.row_group(number)
         for at in chunks:
             column = group.column(at)
+            # A dictionary page lies before the data pages, and the size of the column counts both.
             start = column.dictionary_page_offset or column.data_page_offset
             yield row, min(start, column.data_page_offset), column.total_compressed_size, ""
         row += group.num_rows
 
 
 class _Table:
-    """Columns of the row group that was read last."""
+    """The columns of the row group that was read last."""
 
     def __init__(self, path: SourceFile, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self._path, self._file, self._ends = path, file, ends
@@ -183,13 +192,14 @@ class _Table:
         self._columns: dict[str, Any] = {}
 
     def read(self, leaf: _Leaf, start: int, stop: int) -> Any:
-        """Rows ``start`` to ``stop`` of a column, which are of one row group or of several."""
+        """Return the rows from ``start`` to ``stop`` of a column; they may lie in several row groups."""
         import pyarrow
 
         parts = []
         while start < stop:
             number = int(np.searchsorted(self._ends, start, side="right"))
             if number != self._number:
+                # Only one row group is kept: its columns are unpacked as a whole, and the process's memory is limited.
                 self._number, self._columns = number, {}
             if leaf.place not in self._columns:
                 self._columns[leaf.place] = self._of_group(leaf, number)
@@ -200,10 +210,10 @@ class _Table:
         return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
 
     def _of_group(self, leaf: _Leaf, number: int) -> Any:
-        """A column of one row group, in one piece."""
+        """Return a column of one row group in one piece."""
         import pyarrow
 
-        # Others come with it whose names begin as this one does: a dot may be part of a name.
+        # pyarrow also returns columns whose names begin with this one, because a dot may be part of a name.
         column = self._file.read_row_group(number, columns=[leaf.place]).column(leaf.steps[0])
         chunks = [_inside(chunk, leaf.steps[1:]) for chunk in column.chunks]
         if not chunks:
@@ -213,31 +223,33 @@ class _Table:
         return array
 
     def _check(self, name: str, number: int, came: int) -> None:
-        """Refuse what pyarrow 26 makes of some lists in small pages of version 2.0: fewer rows than there are."""
+        """Raise :class:`BadObject` if pyarrow returned another number of rows than the file has."""
+        # pyarrow 26 returns fewer rows for some lists in small data pages of version 2.0. Without this check samples
+        # would be joined from values of different rows.
         rows = int(self._ends[number] - (self._ends[number - 1] if number else 0))
         if came != rows:
             raise BadObject(
-                f"{self._path}: {quoted(name)} has {rows} rows in row group {number}, of which pyarrow reads {came};\n"
-                f"write the file again with data_page_version='1.0', or leave it out with --fields -{name}"
+                f"{self._path}: {quoted(name)} has {rows} rows in row group {number}, but pyarrow reads {came};\n"
+                f"write the file again with data_page_version='1.0', or leave the column out with --fields -{name}"
             )
 
 
 def _inside(array: Any, steps: tuple[str, ...] = ()) -> Any:
-    """The part of a struct that ``steps`` lead to, without what is around its values: dictionary, extension. A null of
-    the struct is one of the part."""
+    """Return the part of a struct that ``steps`` lead to, without a dictionary or extension around its values."""
     while True:
         if hasattr(array, "storage"):
             array = array.storage
         elif hasattr(array, "dictionary"):
             array = array.dictionary_decode()
         elif steps:
+            # flatten(), unlike field(), makes the part null where the struct is null.
             array, steps = array.flatten()[array.type.get_field_index(steps[0])], steps[1:]
         else:
             return array
 
 
 def _plain(kind: Any) -> Any:
-    """The type of the values that an extension or a dictionary stands for."""
+    """Return the type of the values inside an extension or a dictionary."""
     from pyarrow import types
 
     while True:
@@ -251,20 +263,22 @@ def _plain(kind: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """How the values of a column become those of a field."""
+    """The conversion of a column's values to those of a field."""
 
     dtype: str
-    """As in :class:`~cachetool.core.schema.Field`."""
+    """The dtype as in :class:`~cachetool.core.schema.Field`."""
     row: tuple[int, ...] = ()
     """Sizes of a row, or of each entry of a list."""
     depth: int = 0
-    """How many lists of fixed length lie in each other there."""
+    """Number of nested lists of fixed length in a value, or in each entry of a list."""
     is_list: bool = False
 
     def column(self, table: _Table, leaf: _Leaf, piece: int) -> StoredColumn:
-        """The candidate for a field."""
+        """Return the column as a candidate for a field."""
         rows = int(table._ends[-1]) if len(table._ends) else 0
         flat = self.dtype in ("bytes", "str") or self.is_list
+        # 0 for values of different sizes: the metadata do not tell their bytes, so nothing is claimed that must be
+        # checked.
         nbytes = 0 if flat else rows * math.prod(self.row) * np.dtype(self.dtype).itemsize
         return StoredColumn(
             leaf.name, self.dtype, (rows,) if flat else (rows, *self.row), nbytes,
@@ -294,7 +308,8 @@ class _Values:
 
 
 def _values_of(kind: Any, shape: tuple[int, ...]) -> _Values | str:
-    """How values of an Arrow type are taken, or why they are not; ``shape`` as in :class:`_Leaf`."""
+    """Return the conversion of values of an Arrow type, or the reason why there is none; ``shape`` as in
+    :class:`_Leaf`."""
     from pyarrow import types
 
     if types.is_null(kind):
@@ -311,11 +326,11 @@ def _values_of(kind: Any, shape: tuple[int, ...]) -> _Values | str:
     shown = str(kind)[:60]
     if types.is_decimal(kind):
         return (
-            f"of the type {shown}, with more digits than float64 can hold; cast it in the file, to 'float64', or to"
-            " 'string' for all digits"
+            f"of the type {shown}, with more digits than float64 can hold; cast it in the file to 'float64', or to"
+            " 'string' to keep all digits"
         )
     if is_list and _is_text(inner):
-        return f"of the type {shown}, and a field holds one text a sample; join each list into one text in the file"
+        return f"of the type {shown}, but a field holds one text per sample; join each list into one text in the file"
     return f"of the type {shown}, which no field can hold; write each value as one text (JSON) in the file"
 
 
@@ -339,11 +354,11 @@ def _is_list(kind: Any) -> bool:
 
 
 _EXACT_DIGITS = 15
-"""Decimals of so many digits are all told apart by float64."""
+"""Number of decimal digits up to which float64 tells all numbers apart."""
 
 
 def _dtype(kind: Any) -> str:
-    """The dtype that values of an Arrow type become; empty when they are no numbers."""
+    """Return the dtype of a field for an Arrow type; empty for a type that is no number."""
     from pyarrow import types
 
     if types.is_date(kind):
@@ -360,7 +375,7 @@ def _dtype(kind: Any) -> str:
 
 
 def _missing(array: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """Mark the rows that hold a null, themselves or in their lists; None when there is no null."""
+    """Mark the rows that contain a null, directly or in their lists; return None if there is no null."""
     from pyarrow import types
 
     nulls: Any = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
@@ -371,6 +386,7 @@ def _missing(array: Any) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     elif _is_list(array.type) and (entries := _missing(_entries(array))) is not None:
         offsets = _offsets(array)
         inner = np.zeros(len(array), dtype=np.bool_)
+        # The offsets of a slice do not begin at 0. searchsorted finds the row of each null entry without a loop.
         inner[np.searchsorted(offsets - offsets[0], np.flatnonzero(entries), side="right") - 1] = True
     if nulls is None or inner is None:
         return inner if nulls is None else nulls  # type: ignore[no-any-return]
@@ -382,21 +398,23 @@ def _offsets(lists: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _entries(lists: Any) -> Any:
-    """The entries of all lists, one after another."""
+    """Return the entries of all lists, one after another."""
     offsets = _offsets(lists)
+    # An array may be a slice: `values` still holds the entries of all rows of the row group.
     return _inside(lists.values.slice(offsets[0], offsets[-1] - offsets[0]))
 
 
 def _flat(array: Any, depth: int) -> Any:
-    """The entries of lists of fixed length, those of a list that is null included."""
+    """Return the entries of lists of fixed length, including those of lists that are null."""
     for _ in range(depth):
         size = array.type.list_size
+        # `flatten()` would skip the entries of null lists, and later rows would move to wrong places.
         array = _inside(array.values.slice(array.offset * size, len(array) * size))
     return array
 
 
 def _numbers(array: Any, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """The values; any number in place of a null."""
+    """Return the values as NumPy numbers, with any number in place of a null."""
     from pyarrow import types
 
     wanted = np.dtype(dtype)
@@ -404,20 +422,24 @@ def _numbers(array: Any, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
         return np.asarray(array.fill_null(False).to_numpy(zero_copy_only=False), dtype=wanted)
     if types.is_decimal(array.type):
         return _decimals(array)
+    # Read out of the buffer, because to_numpy() turns integers with nulls into floats.
     data = array.buffers()[1]
     if data is None or not len(array):
         return np.zeros(len(array), dtype=wanted)
     size = array.type.bit_width // 8
+    # Dates and times lie as integers of 4 or 8 bytes; NumPy's types have 8.
     stored = np.dtype(f"<i{size}") if wanted.kind in "mM" else wanted
     values = np.frombuffer(data, dtype=stored, count=len(array), offset=array.offset * size)
     return values.astype("<i8", copy=False).view(wanted) if wanted.kind in "mM" else values
 
 
 def _decimals(array: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The float64 next to each decimal: whole numbers below 2^53 divided by a power of ten, which is exact too."""
+    """Return the float64 nearest to each decimal."""
     import pyarrow
 
     scale = array.type.scale
+    # A decimal128 is a whole number of 16 bytes times a power of ten. Up to 15 digits fit its lower 8 bytes and are
+    # below 2**53, so the division below rounds once and gives the nearest float64.
     wide = array.cast(pyarrow.decimal128(38, scale))
     data = wide.buffers()[1]
     if data is None or not len(wide):
@@ -431,8 +453,10 @@ def _decimals(array: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
 def _bytes(array: Any) -> Ragged:
     import pyarrow
 
+    # Offsets of 8 bytes, as a Ragged column has them, for every kind of text and bytes.
     wide = array.cast(pyarrow.large_string() if _is_text(array.type) else pyarrow.large_binary())
     _, offsets, values = wide.buffers()
     at = np.frombuffer(offsets, dtype=np.int64)[wide.offset : wide.offset + len(wide) + 1]
     flat = np.frombuffer(values, dtype=np.uint8) if values is not None else np.zeros(0, np.uint8)
+    # The slice refers to the buffer of the whole row group; compact() copies only its own bytes.
     return Ragged(flat, at).compact()

@@ -1,14 +1,16 @@
-"""A limit on bytes a second, one for all processes of a pull: two numbers in a file that they share.
+"""A limit on bytes per second for all processes of a pull together: two numbers in a file that they share.
 
 ::
 
-    due = when all that was granted so far will have passed at the rate
+    due = the time when all bytes granted so far will have passed at the rate
     nbytes more may begin at max(due, now), which moves due on by nbytes / rate
 
-So there is no burst after a pause, no share that lies idle with a slow process, and no drift: what was granted up to
-any moment is the rate times the time, and at most one object more. The clock is the system's monotonic one, which is
-the same in all processes of a machine. The other number is their part of the rate, all of it when the file has none: of
-a pull over several nodes whoever knows how many there are writes it (:func:`shared`).
+A pause causes no burst afterwards, a slow process blocks no share of the rate, and errors do not add up. The bytes
+granted up to any moment are at most rate times time, plus one object. The clock is the system's monotonic clock, which
+all processes of a machine share.
+
+The second number is the share of the rate that these processes may use; without it they use all of it. In a pull over
+several nodes the process that knows the number of nodes writes it (:func:`shared`).
 """
 
 from __future__ import annotations
@@ -32,20 +34,21 @@ _SHARE = struct.Struct("<d")
 
 
 def grant(due: float, now: float, nbytes: int, rate: float) -> tuple[float, float]:
-    """When ``nbytes`` may begin, and the new ``due``; times in seconds, ``rate`` in bytes a second."""
+    """Return when ``nbytes`` may begin, and the new ``due``. Times are in seconds, ``rate`` is in bytes per second."""
     begin = max(due, now)
     return begin, begin + nbytes / rate
 
 
 def shared(share: float) -> tuple[int, bytes]:
-    """Where in the file, and as which bytes, it says that a part of the rate, above 0 and up to 1, is theirs."""
+    """Return the position in the file, and the bytes to write there, for a share of the rate (above 0, at most 1)."""
     return _DUE.size, _SHARE.pack(share)
 
 
 class RateLimit:
-    """Takes turns on the file ``path``, which is made when it is not there. For any thread; call it with bytes to come.
+    """A limit shared through the file ``path``, which is created if missing. Any thread may call it with the bytes to
+    come.
 
-    ``clock`` and ``sleep`` are those of :mod:`time`.
+    ``clock`` and ``sleep`` default to those of :mod:`time`.
     """
 
     def __init__(
@@ -57,18 +60,21 @@ class RateLimit:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._rate, self._clock, self._sleep = rate, clock, sleep
-        # Closed with the last reference to this: threads that nobody waits for may be at it when a source is closed.
+        # No close(): threads that nobody waits for may still use the file when a source is closed. It is closed with
+        # the last reference to this object.
         self._file = shared_file(path)
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Come back when ``nbytes`` may begin."""
-        with self._lock:  # the file's lock is between processes alone
+        """Wait until ``nbytes`` may begin."""
+        # lockf locks between processes only, so threads of this process need a lock of their own.
+        with self._lock:
             fd = self._file.fileno()
             fcntl.lockf(fd, fcntl.LOCK_EX)
             try:
                 now = self._clock()
                 raw = os.pread(fd, _DUE.size + _SHARE.size, 0)
+                # The first process finds an empty file.
                 due = _DUE.unpack_from(raw)[0] if raw else now
                 share = _SHARE.unpack_from(raw, _DUE.size)[0] if len(raw) > _DUE.size else 1.0
                 begin, due = grant(due, now, nbytes, self._rate * share)
@@ -76,11 +82,12 @@ class RateLimit:
             finally:
                 fcntl.lockf(fd, fcntl.LOCK_UN)
         if begin > now:
+            # Outside of both locks: others reserve their own times meanwhile.
             self._sleep(begin - now)
 
 
 def paced(store: Store, pace: RateLimit | None) -> Store:
-    """``store``, every request for data of which waits for its turn."""
+    """Return ``store`` with every request for data limited by ``pace``."""
     return store if pace is None else _PacedStore(store, pace)
 
 
@@ -95,7 +102,8 @@ class _PacedStore(StoreAround):
         if item.size > 0:
             self._pace(item.size)
         body = self._store.get(item)
-        if item.size < 0:  # known only now
+        # The listing told no size, so the bytes are counted after they arrived; the next request waits for them.
+        if item.size < 0:
             self._pace(len(body))
         return body
 

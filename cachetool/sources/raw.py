@@ -16,14 +16,19 @@ __all__ = ["open_raw"]
 
 
 def open_raw(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The rows of one file of raw numbers. Raises :class:`BadObject` naming it when it does not hold whole rows."""
+    """Return the rows of one file of raw numbers. Raises :class:`BadObject` if the file does not hold whole rows."""
     described = check_value_format(options.value_format)
     if described is None:
-        raise UsageError(f"{file}: raw numbers do not say what they are; give --value-format raw:DTYPE,SHAPE")
+        raise UsageError(
+            f"{file}: a file of raw numbers does not store their type; give --value-format raw:DTYPE,SHAPE"
+        )
     field, dtype = described
     count, over = divmod(file.size, field.nbytes)
     if over:
-        raise BadObject(f"{file}: {file.size} bytes are not whole samples of {field.nbytes}, {options.value_format}")
+        raise BadObject(
+            f"{file}: its {file.size} bytes are not a multiple of {field.nbytes}, the bytes of a sample of"
+            f" {options.value_format}"
+        )
 
     def read(start: int, stop: int) -> np.ndarray[Any, Any]:
         body = file.ranges.part(file.number, start * field.nbytes, (stop - start) * field.nbytes)

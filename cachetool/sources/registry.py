@@ -1,4 +1,5 @@
-"""The source that reads a place: a folder of objects, or files of many samples (:mod:`~cachetool.sources.files`)."""
+"""The choice of the source that reads a place: a folder of objects, or files of many samples
+(:mod:`~cachetool.sources.files`)."""
 
 from __future__ import annotations
 
@@ -39,19 +40,30 @@ __all__ = ["check_place", "list_source", "open_source", "refuse_empty"]
 
 
 _LONGEST_NAME = 80
+"""Most characters of a key that are kept when the key cannot be used."""
 _SHOWN = 3
-"""Names of what was left out in the error of a place without samples."""
+"""Number of left-out names in the error about a place without samples."""
 
 
 def check_place(url: str) -> None:
-    """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
+    """Raise an error if a name cannot be a source.
+
+    Args:
+        url: The folder, file or URL that a user named.
+
+    Raises:
+        UsageError: The name is empty, or looks like a URL whose slashes are missing.
+
+    Example:
+        >>> check_place("s3://bucket/train/")
+    """
     if not url.strip():
         raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
     scheme, colon, address = url.partition(":")
     if colon and scheme in SCHEMES and not address.startswith("//") and not Path(url).exists():
         slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
         meant = redact(f"{scheme}:{slashes}{address.lstrip('/')}")
-        raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
+        raise UsageError(f"folder {scheme}:... does not exist, and a URL needs two slashes; did you mean {meant} ?")
 
 
 def list_source(
@@ -65,13 +77,29 @@ def list_source(
     kept: Kept | None = None,
     skip_bad: bool = False,
 ) -> Listing:
-    """List ``url`` into ``folder``, which is made and is whole once ``listing.json`` is in it.
+    """List a source into a folder.
 
-    ``progress`` is told now and then how many objects have been seen. ``survey="all"``: samples will all be asked for,
-    in order, so that they are all counted. ``kept``: the fields that an earlier listing of the same objects kept.
-    ``skip_bad``: keys that no request can name are left out by name. Raises :class:`NotFound` when there is no sample,
-    :class:`UsageError` for a URL that cannot be one and for globs that take nothing, and the errors of
-    :func:`cachetool.stores.open_store`.
+    Args:
+        url: The folder, file or URL to list.
+        folder: Folder of the listing. It is created, and complete once ``listing.json`` exists in it.
+        options: Options of the source. Default: :class:`SourceOptions` without arguments.
+        limits: Time limits and retries of requests. Default: those of the store.
+        progress: Function that is called now and then with the number of objects seen. Default: none.
+        survey: ``"all"`` if all samples will be read in order, so all files are counted now. Default ``"probe"``.
+        kept: Fields that an earlier listing of the same objects kept. Default: decided by this listing.
+        skip_bad: True leaves out keys that no request can name, and reports them by name. Default False.
+
+    Returns:
+        The listing, mapped from ``folder``.
+
+    Raises:
+        NotFound: There is no sample.
+        UsageError: ``url`` cannot be a source, or globs take nothing.
+        SourceError: The store cannot be listed; see :func:`cachetool.stores.open_store`.
+
+    Example:
+        listing = list_source("photos/", Path("listing"), SourceOptions(decode="image"))
+        print(listing.units, "samples")
     """
     from cachetool.sources.kinds import check_read_as, locate, refuse_file
 
@@ -90,27 +118,31 @@ def list_source(
         except NotFound as error:
             if is_local(url) or lister.is_begun:
                 raise
-            missing = error  # a folder may be called so, too
+            # A remote folder may have a name such as train.tar, so the place is listed before the error is raised.
+            missing = error
     elif is_local(url) and options.read_as != "objects":
         refuse_file(local_path(url))
     try:
         return lister.place(url)
-    except SourceError as error:  # some servers have no list of what lies below a file, or in a folder
+    except SourceError as error:
+        # Some servers have no list of a file's contents or of a folder. A Zarr, and a file whose first bytes tell its
+        # kind, can be read without a list.
         if (listing := lister.zarr_without_list(url, error)) is not None:
             return listing
         wanted = options.read_as != "objects" and missing is None
         if wanted and (located := _by_head(url, limits, options.read_as)) is not None:
-            remove_path(folder)  # an object store lists nothing below a file, and that is written by now
+            # An object store lists nothing below a file, so an empty listing has been written by now.
+            remove_path(folder)
             return lister.one_file(*located, named=url)
         if options.include and split_url(url)[0] in HTTP_SCHEMES and "manifest" not in str(error):
             raise type(error)(
-                f"{error};\na glob needs a list of the names there: an index page, or a manifest (.txt, .jsonl)"
+                f"{error};\na glob needs a list of names: an index page or a manifest (.txt, .jsonl)"
             ) from error
         raise missing or error from None
 
 
 def _as_kind(url: str, located: Located | None, read_as: str | None) -> Located | None:
-    """Where a file lies, and its kind: the one asked for, whatever its name."""
+    """Return the place, name and kind of a file; the kind is the one asked for, whatever the file's name."""
     from cachetool.sources.kinds import kind_named
 
     if read_as in (None, *OF_FILES):
@@ -126,14 +158,14 @@ def _as_kind(url: str, located: Located | None, read_as: str | None) -> Located 
 
 
 class _Files(Exception):
-    """Raised at the end of a listing: the names are those of files of this kind."""
+    """Raised at the end of a listing when its names are those of files of this kind."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
 
 
 class _Lister:
-    """Lists one place into a folder."""
+    """The listing of one place into a folder."""
 
     def __init__(
         self,
@@ -152,13 +184,16 @@ class _Lister:
         self._chosen = Selection(options)
         self._is_listed = False
         self.is_begun = False
-        """Whether something was there to be listed."""
+        """True once an object of the source was found."""
 
     def one_file(self, place: str, name: str, kind: Kind, *, named: str) -> Listing:
-        """The file ``name`` at ``place``, of the source that a user ``named``; its first bytes decide whether it is of
-        that kind."""
+        """List the file ``name`` at ``place``; ``named`` is the source as the user named it.
+
+        The first bytes of a remote file decide its kind.
+        """
         from cachetool.sources.kinds import kind_by
 
+        # A link that the user named is followed without --follow-links, because the user chose its target.
         follow_links = self._options.follow_links or _named_link(named)
         with contextlib.closing(open_store(place, limits=self._limits, follow_links=follow_links)) as store:
             item = store.find(name)
@@ -171,7 +206,7 @@ class _Lister:
         return listing
 
     def place(self, url: str, braces: Braces | None = None) -> Listing:
-        """All that lies at ``url``, or what ``braces`` name there."""
+        """List everything at ``url``, or what ``braces`` name there."""
         from cachetool.sources.kinds import RAW, Census
 
         access = {"follow_links": self._options.follow_links, "skip_unusable": self._skip_bad}
@@ -189,6 +224,8 @@ class _Lister:
                 yield from census.count(self._chosen.of(names))
                 self._chosen.refuse_nothing(store.url, is_zarr=census.is_zarr)
                 census.look_inside(lambda item: _head_of(store, item), self._options.read_as)
+                # Known only after the last key: bytes and counts of all files decide. The exception leaves
+                # write_listing() with its temporary files deleted.
                 if (kind := RAW if self._reads_raw else census.kind(self._options.read_as)) is not None:
                     raise _Files(kind)
 
@@ -200,7 +237,8 @@ class _Lister:
                 )  # fmt: skip
             except _Files as files:
                 self._is_listed = True
-                # Only now is it known that these are files: listed again, without grouping by names.
+                # These are files of many samples. They are listed again without grouping by names; StoreList returns
+                # its pages again without new requests.
                 remove_path(self._folder)
                 listing = self._files(store, listed(), files.kind, url, learned=census.learned, passed_over=of_store)
             else:
@@ -211,7 +249,7 @@ class _Lister:
         return listing
 
     def zarr_without_list(self, url: str, error: SourceError) -> Listing | None:
-        """The Zarr at ``url``, whose place cannot be listed because of ``error``; None where none lies."""
+        """List the Zarr at ``url``, whose place cannot be listed because of ``error``; return None if there is none."""
         if self._is_listed or self._options.read_as == "objects" or is_local(url):
             return None
         if isinstance(error, BadObject | Unreachable):
@@ -221,7 +259,8 @@ class _Lister:
         with contextlib.closing(open_store(url, limits=self._limits)) as store:
             try:
                 pages = keys_of_zarr(store, self._options)
-            except Unreachable:  # the error of the list says more
+            except Unreachable:
+                # The error of the list is the better explanation.
                 return None
             if pages is None:
                 return None
@@ -258,7 +297,8 @@ class _Lister:
 
 
 def _usable(pages: Iterable[list[Object]], url: str, left_out: LeftOut) -> Iterator[list[Object]]:
-    """The pages of a listing without what no store can mean, such as names without end, which goes to ``left_out``."""
+    """Yield pages without objects that no store can request, such as names of unlimited length. Those go to
+    ``left_out``."""
     for page in pages:
         usable = []
         for item in page:
@@ -267,45 +307,50 @@ def _usable(pages: Iterable[list[Object]], url: str, left_out: LeftOut) -> Itera
                 usable.append(item)
             except BadObject as error:
                 left_out.add(
-                    item.key[:_LONGEST_NAME], "objects that cannot be asked for", str(error).partition(";\n")[0]
+                    item.key[:_LONGEST_NAME], "objects that cannot be requested", str(error).partition(";\n")[0]
                 )
         yield usable
 
 
 def _refuse_custom(raw: bytes, place: str) -> None:
-    """Raise :class:`UsageError` for the ``dataset.json`` of a folder in a format of somebody's package: its files are
-    no kind that is read here, and would be taken for objects."""
+    """Raise :class:`UsageError` for an exported folder in a format that another package adds."""
     from cachetool.sources.kinds import kinds
 
     try:
         format = parse_dataset(raw).format
     except (ValueError, CorruptError):
         return
+    # No kind of source reads its files, so they would be stored as bytes of objects.
     if format not in kinds():
         raise UsageError(
-            f"{place} is an exported folder in the format {shown(format)}, which the loaders read, but no kind"
-            " of source; convert the cache that it came from, or add a kind (docs/formats.md)"
+            f"{place} is an exported folder in the format {shown(format)}, which the loaders read, but pull"
+            " does not; convert the original cache to another format, or add a kind"
+            " (docs/how-to/add-a-kind-of-file.md)"
         )
 
 
 def is_local(url: str) -> bool:
-    """Whether ``url`` is a place of this machine."""
+    """Return True if ``url`` is a place on this machine."""
     return split_url(url)[0] in ("", "file")
 
 
 def _named_link(url: str) -> str:
-    """The name of the link to a file that a user named as the source, which is followed wherever it leads; empty for
-    anything else: of a folder only the folder was named."""
+    """Return the name of the link to a file that a user named as the source; empty for anything else.
+
+    Such a link is followed wherever it leads. If a folder was named, links inside of it are not.
+    """
     path = local_path(url) if is_local(url) else None
+    # Only this name is allowed: other links beside it stay closed.
     return path.name if path is not None and path.is_symlink() and not path.is_dir() else ""
 
 
 def _folder_of(place: str) -> Path | None:
+    """Return the real path of a local place; None for a remote one."""
     return Path(os.path.realpath(local_path(place))) if is_local(place) else None
 
 
 def _raw_file(url: str) -> tuple[str, str, Kind] | None:
-    """A single file of raw numbers: where it lies, its name there, and its kind."""
+    """Return the place, name and kind of a single file of raw numbers."""
     from cachetool.sources.kinds import RAW, parent_of
 
     if is_local(url):
@@ -316,8 +361,10 @@ def _raw_file(url: str) -> tuple[str, str, Kind] | None:
 
 
 def _by_head(url: str, limits: Limits | None, read_as: str | None) -> Located | None:
-    """For the URL of one file without a telling name: that of its folder, its name there, and its kind, or the kind
-    that is asked for."""
+    """Return the place, name and kind of one file whose name tells nothing.
+
+    Its first bytes decide the kind, unless ``read_as`` names one.
+    """
     from cachetool.sources.kinds import kind_named, kind_of_head, parent_of
 
     place, name = parent_of(url)
@@ -333,8 +380,9 @@ def _by_head(url: str, limits: Limits | None, read_as: str | None) -> Located | 
 
 
 def _head_of(store: Store, item: Object) -> bytes:
-    """The first bytes of an object; none where they are not to be had."""
-    with contextlib.suppress(SourceError):  # a server without ranges; who reads the object says so
+    """Return the first bytes of an object; none if they cannot be fetched."""
+    # A server may refuse ranges. The error is raised later, when the object is read.
+    with contextlib.suppress(SourceError):
         if item.size < 0:
             item = store.find(item.key)
         if item.size > 0:
@@ -343,7 +391,14 @@ def _head_of(store: Store, item: Object) -> bytes:
 
 
 def refuse_empty(listing: Listing) -> None:
-    """Raise :class:`NotFound` when a listing has no sample, with what was left out."""
+    """Raise an error if a listing has no sample.
+
+    Args:
+        listing: The listing to check.
+
+    Raises:
+        NotFound: There is no sample; the message says what was left out and why.
+    """
     if listing.units == 0:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(listing.left_out.items()))
         named = "; ".join(f"{name!r}: {why}" for name, why in listing.left_out.listed()[:_SHOWN])
@@ -362,12 +417,33 @@ def open_source(
     through: Callable[[Store], Store] = lambda store: store,
     number: bool = True,
 ) -> Source:
-    """The source at ``url`` as it was listed into ``folder``, with the first ``units`` of its units where it has grown
-    since. Nothing is fetched yet. ``pace`` is asked before each request, which goes ``through`` another store before.
-    ``number``: whether samples of files that have no keys get one of file and row.
+    """Open a source that was listed before. Nothing is fetched yet.
 
-    Raises :class:`CorruptError` for a listing that is not whole, :class:`UsageError` for one grouped otherwise, and the
-    errors of :func:`cachetool.stores.open_store`.
+    Args:
+        url: The source, as it was given to :func:`list_source`.
+        folder: Folder of the listing.
+        options: Options of the source, as for the listing. Default: :class:`SourceOptions` without arguments.
+        units: Number of units to use if the source has grown since. Default: all.
+        pace: Limit on bytes per second, which is asked before each request. Default: no limit.
+        limits: Time limits and retries of requests. Default: those of the store.
+        through: Function that wraps the store, for example in a cache of bodies. Default: the store itself.
+        number: True gives samples of files without keys a key made of file and row. Default True.
+
+    Returns:
+        The source; the caller closes it.
+
+    Raises:
+        CorruptError: The listing is damaged or not complete.
+        UsageError: The listing was grouped by another ``stem`` than ``options`` has.
+        SourceError: The store cannot be opened; see :func:`cachetool.stores.open_store`.
+
+    Example:
+        source = open_source("photos/", Path("listing"), SourceOptions(decode="image"))
+        units = np.arange(source.units)
+        schema = source.probe(units[:64]).schema
+        for piece in source.read(units, schema=schema):
+            print(len(piece.block), "samples of", schema.names)
+        source.close()
     """
     options, url = options or SourceOptions(), without_mark(url)
     braces = braces_of(url)
@@ -376,6 +452,7 @@ def open_source(
         from cachetool.sources.files import open_files_source
         from cachetool.sources.kinds import locate, parent_of
 
+        # The source is one file, and the store is its folder.
         if Listing.open(folder).stem.startswith("file:"):
             located = locate(url) or (_raw_file(url) if is_raw(options.value_format) else None)
             place = located[0] if located else parent_of(url)[0]

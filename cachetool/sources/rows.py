@@ -1,6 +1,6 @@
-"""Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
+"""Files made of arrays whose rows are samples: the choice of arrays that become fields, and reading them together.
 
-:class:`Slab` reads rows of one stored array: chunks of many rows once, however rows are asked for.
+:class:`Slab` reads rows of one stored array. It reads a chunk of many rows once, whichever rows are asked for.
 """
 
 from __future__ import annotations
@@ -49,36 +49,39 @@ __all__ = [
 
 
 UNIT_BYTES = 64 * 2**10
-"""Rows smaller than this are fetched, and so drawn, with their neighbours: a request costs as much as so many bytes."""
+"""Rows smaller than this are fetched and drawn together with their neighbours, because a request costs as much as the
+transfer of so many bytes."""
 SLABS_BYTES = 256 * 2**20
-"""Most bytes kept at a time by all arrays of a file, unless a row is larger; chunks that reach further are read several
+"""Most bytes that all arrays of a file keep at a time, unless one row is larger. Larger chunks are read several
 times."""
 
 _NAMED = 8
-"""Fields in the option that a hint advises."""
+"""Most fields in the option that a hint advises."""
 
 Array = npt.NDArray[Any]
 
 
 class Slab:
-    """The last run of rows read, aligned to chunks; rows are handed out as views of it."""
+    """The rows that were read last from one array, aligned to chunks. Rows are handed out as views."""
 
     def __init__(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> None:
-        """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all."""
+        """``fetch(start, stop)`` returns new rows. ``chunk`` of the ``rows`` rows are stored together."""
         self._fetch, self._rows, self._row_nbytes, self._chunk = fetch, rows, max(1, row_nbytes), chunk
         self.share(1)
         self._start = self._stop = 0
         self._kept: Array | None = None
 
     def read(self, start: int, stop: int) -> Array:
-        """Rows ``start`` to ``stop``; ``start < stop``."""
+        """Return the rows from ``start`` to ``stop``; ``start < stop``."""
         parts = []
         while start < stop:
             if self._kept is None or not self._start <= start < self._stop:
                 self._start = start // self._step * self._step
                 asked = -(-(stop - self._start) // self._step) * self._step
                 self._stop = min(self._start + min(asked, self._most), self._rows)
-                self._kept = None  # let go of it before the next one is made
+                # The old rows are freed before new ones are made. Otherwise both would count against the process's
+                # memory limit.
+                self._kept = None
                 self._kept = self._fetch(self._start, self._stop)
             end = min(stop, self._stop)
             parts.append(self._kept[start - self._start : end - self._start])
@@ -86,51 +89,56 @@ class Slab:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def share(self, slabs: int) -> None:
-        """Keep no more than this one's part, of so many."""
+        """Keep at most the share of one of ``slabs`` slabs."""
         fit = max(1, SLABS_BYTES // slabs // self._row_nbytes)
+        # Whole chunks if they fit, because reading a part of a compressed chunk unpacks all of it.
         self._step = min(self._chunk, fit)
         self._most = fit // self._step * self._step
 
     def drop(self) -> None:
-        """Let go of the rows kept; views that were handed out stay valid."""
+        """Free the rows that are kept; views that were handed out stay valid."""
         self._kept = None
 
 
 def of_sizes(values: Array, sizes: npt.NDArray[np.int64], *, shapes: bool = False) -> Ragged:
-    """Samples of ``sizes`` values each, one after another in ``values``; with ``shapes`` arrays of rank 1."""
+    """Return samples of ``sizes`` values each, one after another in ``values``; with ``shapes`` they are arrays of rank
+    1."""
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return Ragged(values, offsets, sizes[:, None] if shapes else None)
 
 
 def joined(values: Sequence[bytes | memoryview]) -> Ragged:
-    """A column of byte strings."""
+    """Return a column of byte strings."""
     sizes = np.fromiter((len(value) for value in values), dtype=np.int64, count=len(values))
     return of_sizes(np.frombuffer(b"".join(values), dtype=np.uint8), sizes)
 
 
 def unpadded(rows: Array) -> Ragged:
-    """A column out of strings of one width, dtype ``S`` or ``U``, (k,), NULs at their ends left out; text as UTF-8."""
+    """Return a column from strings of one width, dtype ``S`` or ``U``, (k,), without the NULs at their ends; text as
+    UTF-8."""
     if rows.dtype.kind == "U":
         rows = np.char.encode(rows, "utf-8")
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
     sizes = np.char.str_len(rows).astype(np.int64)
+    # One mask over all rows keeps the bytes in front of each end, without a loop over rows.
     return of_sizes(flat[np.arange(flat.shape[1]) < sizes[:, None]], sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """Rows of a column some of which hold no value."""
+    """Rows of a column, some of which have no value."""
 
     column: Column
     missing: npt.NDArray[np.bool_]
-    """For each row whether its value is missing; what stands in its place in the column means nothing."""
+    """True for each row without a value; the value in its place in the column has no meaning."""
     reason: str
-    """Behind the column's name."""
+    """The reason, which a message puts after the column's name."""
 
 
 Part = tuple[int, int, int, str]
-"""The first row of a part, where it lies in the file and how many bytes it has; for Zarr its key instead, 0 and 0."""
+"""First row of a part, its first byte in the file, and its number of bytes. For Zarr: first row, 0, 0 and the chunk's
+key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,41 +146,42 @@ class StoredColumn:
     """One array of a file, as a candidate for a field."""
 
     name: str
-    """As the file has it."""
+    """The name in the file."""
     dtype: str
-    """As in :class:`Field`: a NumPy dtype, ``bytes`` or ``str``."""
+    """The dtype as in :class:`Field`: a NumPy dtype, ``bytes`` or ``str``."""
     shape: tuple[int, ...]
-    """Of the whole array; its first size counts samples. Empty for a single value, which is read as row 0."""
+    """The shape of the whole array; its first size counts samples. Empty for a single value, which is read as row 0."""
     nbytes: int
-    """Bytes of all values, the least that they can have where they differ in size."""
+    """Bytes of all values, or the fewest they can have if values differ in size."""
     read: Callable[[int, int], Column | Incomplete]
-    """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
+    """Return the rows from ``start`` to ``stop``, little-endian; ``start < stop``."""
     ragged: int = 0
-    """The rank of the rows, where every one is an array of its own size."""
+    """The rank of the rows if every row is an array of its own size, otherwise 0."""
     piece: int = 0
     """Bytes of the largest part that is in memory at once, if that is not a row."""
     offset: int = -1
-    """Where in the file row 0 lies when the rows lie one after another as :attr:`stored`; else -1."""
+    """First byte of row 0 in the file if the rows lie one after another as :attr:`stored`, otherwise -1."""
     stored: str = ""
-    """The dtype of the rows in the file, its byte order included."""
+    """The dtype of the rows in the file, including its byte order."""
     chunk: int = 1
-    """Rows that are stored, and so fetched, together."""
+    """Number of rows that are stored, and so fetched, together."""
     parts: Callable[[], Iterable[Part]] | None = None
-    """Where those lie, if that can be told beforehand."""
+    """A function that returns the places of the chunks, if they are known without reading."""
     once: Callable[[int, int], Column] | None = None
-    """The same as :attr:`read`, where that keeps rows for the next call."""
+    """:attr:`read` without keeping rows for the next call."""
     packing: Packing = dataclasses.field(default_factory=dict)
-    """The CF attributes by which its numbers stand for others."""
+    """The CF attributes by which its numbers stand for other values."""
 
     def field(self, name: str) -> Field:
-        """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
+        """Return the field that this array becomes. Raises :class:`UsageError` for a name that no field can have."""
         if self.dtype in ("bytes", "str"):
             return Field(name, self.dtype)
         return Field(name, self.dtype, (None,) * self.ragged if self.ragged else self.shape[1:])
 
 
 def _decoded(column: StoredColumn) -> StoredColumn | str:
-    """The array of what its numbers stand for by their CF attributes, or why there is none."""
+    """Return the array of the values that the numbers stand for by their CF attributes, or the reason why there is
+    none."""
     if not column.packing or column.ragged or column.dtype in ("bytes", "str"):
         return column
     decoding = decoder(stored := np.dtype(column.dtype), column.packing)
@@ -180,7 +189,9 @@ def _decoded(column: StoredColumn) -> StoredColumn | str:
         return decoding
     dtype, decode = decoding
     chunk, parts = column.chunk, column.parts
-    if column.offset >= 0:  # rows that lie one after another are fetched as they would be without a library
+    # Decoded rows cannot be taken from the file by their offset, so units are made as if no library were needed: about
+    # 64 KiB of rows.
+    if column.offset >= 0:
         rows, row = column.shape[0], column.nbytes // max(1, column.shape[0])
         chunk = max(1, UNIT_BYTES // max(1, row))
 
@@ -191,13 +202,17 @@ def _decoded(column: StoredColumn) -> StoredColumn | str:
     return replace(
         column, dtype=dtype.str, nbytes=column.nbytes // stored.itemsize * dtype.itemsize,
         read=lambda start, stop: decode(np.asarray(column.read(start, stop))), once=None, offset=-1, stored="",
+        # Decoded values (float64, datetime64) have at most 8 bytes each.
         piece=column.piece // stored.itemsize * 8, chunk=chunk, parts=parts,
     )  # fmt: skip
 
 
 def decoded(columns: list[StoredColumn], options: SourceOptions, skipped: list[tuple[str, str]]) -> list[StoredColumn]:
-    """With ``--decode cf`` the arrays of what their numbers stand for; those that stand for nothing known are added to
-    ``skipped``. Done before arrays are joined to samples: each has attributes of its own."""
+    """Return ``columns`` with the values that their numbers stand for, for ``--decode cf``.
+
+    Columns whose attributes are unknown are added to ``skipped``. Must run before arrays are joined to samples, because
+    each array has attributes of its own.
+    """
     if options.decode != "cf":
         return columns
     values = {column.name: _decoded(column) for column in columns}
@@ -221,13 +236,14 @@ class ColumnFile(Closing):
         ours: Schema | None = None,
         keys: StoredColumn | None = None,
     ) -> None:
-        """Choose fields among ``arrays``; ``stored`` is how many bytes the input has on disk, ``close`` lets
-        go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
-        ``ours``: what the file says that it holds, if it carries the mark of those that cachetool writes; ``keys``: the
-        samples' keys, if the file has them.
+        """Choose fields among ``arrays``.
 
-        Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
-        there were none, or larger ones than their file can hold.
+        ``stored``: bytes of the input on disk. ``close`` closes what reading the arrays opened. ``cuts``: the rows at
+        which the parts that are stored together end, if they differ in size. ``ours``: the schema in the file's mark,
+        if cachetool wrote the file. ``keys``: the samples' keys, if the file has them.
+
+        Raises :class:`UsageError` if no array is left or a field asked for is missing, :class:`BadObject` if the file
+        has no arrays, or larger ones than it can hold.
         """
         self.path = path
         self._close, self.cuts = close, cuts
@@ -238,7 +254,8 @@ class ColumnFile(Closing):
         names = field_names(path, [name for name in by_name if ours is None or name != KEY], out, options)
         if ours is not None and KEY in by_name and options.key:
             names[KEY] = KEY
-            if options.fields is None:  # in the order of its checksums, whichever place the key has
+            # The order of the written schema is also the order of the file's checksums, wherever the key stands in it.
+            if options.fields is None:
                 names = {name: names[name] for name in by_name if name in names}
         candidates = [by_name[name] for name in names]
         self.samples = _common_length(path, candidates, options.rows, out)
@@ -254,7 +271,8 @@ class ColumnFile(Closing):
                 continue
             try:
                 one = checked_key(column.field(new))
-                # Only our own mark on a file says what its numbers stand for.
+                # Class names of a label come only from the mark that cachetool writes: no other file says what its
+                # numbers stand for.
                 named = ours is not None and name in ours and column.dtype == ours[name].dtype
                 fields.append(replace(one, classes=ours[name].classes) if ours is not None and named else one)
             except UsageError as error:
@@ -266,6 +284,7 @@ class ColumnFile(Closing):
             fields.append(keys.field(KEY))
         self.schema = make_schema(path, fields, out)
         self.skipped = bounded(out)
+        # The guarded process computes its memory limit from this number.
         self.piece = max(max(c.piece, c.nbytes // max(1, self.samples)) for c in self._columns.values())
         check_claims(
             str(path),
@@ -279,9 +298,9 @@ class ColumnFile(Closing):
         return self._columns
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``. Raises :class:`MisfitRows` where some rows lack a value."""
+        """Return the samples from ``start`` to ``stop``. Raises :class:`MisfitRows` if some rows lack a value."""
         if not 0 <= start <= stop <= self.samples:
-            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+            raise UsageError(f"{self.path}: samples {start} to {stop} do not exist; the file has {self.samples}")
         columns: dict[str, Column] = {}
         misfits: dict[int, str] = {}
         for name, column in self._columns.items():
@@ -292,6 +311,7 @@ class ColumnFile(Closing):
                 values = column.read(start, stop)
             if isinstance(values, Incomplete):
                 why = f"{quoted(column.name)} {values.reason}; leave the column out with --fields -{name}"
+                # The right operand wins, so a row keeps the reason of the first column in which it lacks a value.
                 misfits |= dict.fromkeys((np.flatnonzero(values.missing) + start).tolist(), why) | misfits
                 values = values.column
             columns[name] = values
@@ -301,12 +321,12 @@ class ColumnFile(Closing):
         return block
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close files."""
         self._close()
 
 
 def schema_of_ours(path: object, header: Any) -> Schema:
-    """What the mark of a file says that cachetool wrote. Raises :class:`BadObject`."""
+    """Return the schema in the mark of a file that cachetool wrote. Raises :class:`BadObject`."""
     try:
         return parse_header(header, path=Path(str(path)), schema=None)[0]
     except CorruptError as error:
@@ -314,7 +334,7 @@ def schema_of_ours(path: object, header: Any) -> Schema:
 
 
 def wants_of_ours(options: SourceOptions) -> Callable[[str], bool]:
-    """Whether an array of a file that cachetool wrote is asked for, by the name of its field."""
+    """Return a function that tells, by the name of its field, whether an array of a file of ours is asked for."""
 
     def wants(name: str) -> bool:
         name = name.removesuffix(".offsets").removesuffix(".shapes")
@@ -326,10 +346,14 @@ def wants_of_ours(options: SourceOptions) -> Callable[[str], bool]:
 def _columns_of_ours(
     path: object, schema: Schema, arrays: Sequence[StoredColumn], skipped: list[tuple[str, str]]
 ) -> list[StoredColumn]:
-    """A column for each field of a file that cachetool wrote (:mod:`cachetool.formats.columnar`). Of a field that
-    differs in length the values of all samples lie in one array, and two others say where."""
+    """Return a column for each field of a file that cachetool wrote (:mod:`cachetool.formats.columnar`).
+
+    If samples of a field differ in length, one array holds the values of all samples and two others say where each
+    lies.
+    """
     by_name = {column.name: column for column in arrays}
     left_out = dict(skipped)
+    # The arrays of offsets and shapes are no fields that a user knows, so messages do not name them.
     skipped[:] = [entry for entry in skipped if entry[0] in schema or not entry[0].endswith((".offsets", ".shapes"))]
     columns = []
     for field in schema:
@@ -349,13 +373,14 @@ def _columns_of_ours(
 
 
 def _typed(path: object, field: Field, values: StoredColumn) -> StoredColumn:
-    """The array with the dtype of its field: neither HDF5 nor Zarr has all of them, times for example."""
+    """Return the array with the dtype of its field."""
     if values.dtype == field.numpy.str:
         return values
     if values.dtype in ("bytes", "str") or values.ragged or np.dtype(values.dtype).itemsize != field.numpy.itemsize:
-        raise BadObject(f"{path}: field {quoted(field.name)} is not what cachetool writes")
+        raise BadObject(f"{path}: field {quoted(field.name)} is not stored as cachetool writes it")
 
     def read(start: int, stop: int) -> Column:
+        # HDF5 and Zarr lack some of NumPy's dtypes, such as times. Their bytes are stored as integers of the same size.
         return np.ascontiguousarray(values.read(start, stop)).view(field.numpy)
 
     return replace(values, dtype=field.numpy.str, read=read, stored=field.numpy.str)
@@ -369,13 +394,14 @@ def _column_of_ours(
     if shapes is not None:
         plain = plain and shapes.dtype == "<i8" and shapes.shape == (rows, field.rank)
     if not plain:
-        raise BadObject(f"{path}: field {quoted(field.name)} is not what cachetool writes")
+        raise BadObject(f"{path}: field {quoted(field.name)} is not stored as cachetool writes it")
 
     def read(start: int, stop: int) -> Column:
         at = np.asarray(offsets.read(start, stop + 1))
         first, last = int(at[0]), int(at[-1])
+        # Offsets of a damaged or hostile file may point anywhere, also outside of the values.
         if first < 0 or last > count or (np.diff(at) < 0).any():
-            raise BadObject(f"{path}: field {quoted(field.name)} has offsets that lead out of it")
+            raise BadObject(f"{path}: field {quoted(field.name)} has offsets outside of its values")
         flat = np.asarray(values.read(first, last)) if last > first else np.empty(0, dtype=field.numpy)
         return Ragged(flat, at - first, None if shapes is None else np.asarray(shapes.read(start, stop)).copy())
 
@@ -388,22 +414,26 @@ def _column_of_ours(
 def _common_length(
     path: object, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
 ) -> int:
-    """The first dimension of the arrays that hold most bytes; of equal ones the one that most arrays have."""
+    """Return the number of samples: the first dimension of the arrays that hold most bytes.
+
+    On equal bytes the dimension that most arrays have wins.
+    """
     if not columns and not skipped:
         raise BadObject(f"{path}: no samples in it")
     if not columns:
-        raise BadObject(f"{path}: nothing in it can be taken as samples{because(skipped)}")
+        raise BadObject(f"{path}: nothing in it can be read as samples{because(skipped)}")
     lengths = _by_length(columns)
     if wanted is None:
+        # Bytes decide, because the mean and standard deviation of a dataset once outvoted its images.
         return max(lengths, key=lambda length: (sum(c.nbytes for c in lengths[length]), len(lengths[length]), length))
     if wanted not in lengths:
         have = ", ".join(map(str, sorted(lengths)))
-        raise UsageError(f"{path}: no array has {wanted} rows; there are {have}")
+        raise UsageError(f"{path}: no array has {wanted} rows; the arrays have {have}")
     return wanted
 
 
 def _by_length(columns: Iterable[StoredColumn]) -> dict[int, list[StoredColumn]]:
-    """The arrays of each first dimension."""
+    """Return the arrays by their first dimension."""
     lengths: dict[int, list[StoredColumn]] = {}
     for column in columns:
         lengths.setdefault(column.shape[0], []).append(column)
@@ -411,11 +441,14 @@ def _by_length(columns: Iterable[StoredColumn]) -> dict[int, list[StoredColumn]]
 
 
 def _hints(columns: Sequence[StoredColumn], names: Mapping[str, str], samples: int) -> dict[str, str]:
-    """For the first array of each other length that as many arrays have: why it lost, and the option that takes it."""
+    """Return, for the first array of each other length that as many arrays have, why it lost and the option that takes
+    it."""
     lengths = _by_length(columns)
     hints = {}
     for length, others in lengths.items():
         if length != samples and len(others) >= len(lengths[samples]):
             fields = shlex.quote(",".join(names[column.name] for column in others[:_NAMED]))
-            hints[others[0].name] = f", which most bytes have; to take the {length} instead: --fields {fields}"
+            hints[others[0].name] = (
+                f", the length with the most bytes; to use the length {length} instead: --fields {fields}"
+            )
     return hints

@@ -1,19 +1,20 @@
-"""A listing in segments: of a store that grew, or of one that is still being listed.
+"""A listing in segments: of a store that grew, or of a store that is still being listed.
 
-:class:`SegmentedListing` has the first part as it was, and what later looks at the store added and missed::
+:class:`SegmentedListing` has the first listing unchanged, and the additions and losses that later listings found::
 
     listings/<source>/               units 0 .. a        never changed again
-    listings/<source>/segment-0001/  units a .. b        what a later listing had beside it
-                      vanished.npy   units below a that were gone by then, or had another content
+    listings/<source>/segment-0001/  units a .. b        units that a later listing found in addition
+                      vanished.npy   units below a that were gone by then, or had other contents
 
-A unit keeps its number for ever. An object whose size or ETag changed is another one: its old unit has vanished, and it
-comes again as a new one.
+A unit keeps its number for ever. An object whose size or ETag changed counts as another object: its old unit has
+vanished, and it gets a new unit.
 
-:class:`EarlyListing` is used while it is still under way: cut into segments of so many keys, each whole by itself.
+:class:`EarlyListing` is used while the listing is still in progress. It is cut into segments of a fixed number of keys,
+each complete by itself.
 
-It is only for stores that list in the order of their keys, and samples that are cut at the first dot: there the objects
-of one sample come together, and a segment ends behind the last object of a sample. So the segments are decided by what
-the store holds, and a listing that was broken off goes on behind the last key of its last segment.
+It needs a store that lists in the order of its keys, and samples that are cut at the first dot. Then the objects of one
+sample come together, and a segment ends after the last object of a sample. So the store's contents alone decide the
+segments, and an interrupted listing continues after the last key of its last segment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -44,26 +44,22 @@ from cachetool.sources.readers import NOTE
 from cachetool.stores import Object, OrderedStore, open_store
 from cachetool.stores.base import LeftOut
 
-if TYPE_CHECKING:
-    from cachetool.sources.listing import Listing
-
 __all__ = ["Change", "EarlyListing", "SEGMENT", "SegmentedListing", "last_key", "segment_name", "write_changes"]
-
 
 _VANISHED = "vanished.npy"
 NAMED = 20
-"""How many vanished keys a change names."""
+"""Most vanished keys that a change names."""
 
 _Units = npt.NDArray[np.int64]
 
 
 def segment_name(number: int) -> str:
-    """Name of the folder of a segment; the first part, number 0, has none."""
+    """Return the name of a segment's folder. The first part, number 0, has none."""
     return f"segment-{number:04d}"
 
 
 class SegmentedListing:
-    """The parts of a listing as one."""
+    """The parts of a listing as one listing."""
 
     def __init__(self, parts: list[Listing]) -> None:
         self.parts = parts
@@ -71,24 +67,27 @@ class SegmentedListing:
         self.units = int(self._starts[-1])
         self.url, self.stem = parts[0].url, parts[0].stem
         self.vanished: _Units = np.unique(np.concatenate([_vanished(part.folder) for part in parts]))
-        """Numbers of units that were gone when last looked, ascending."""
+        """Numbers of units that were gone at the latest refresh, ascending."""
         refreshed = [number for number, part in enumerate(parts) if (part.folder / _VANISHED).exists()]
+        # A refresh looks at the whole store, so its counts replace those of all earlier parts. Segments of an early
+        # listing each count only their own keys.
         latest = parts[refreshed[-1] :] if refreshed else parts
         self.left_out = LeftOut()
-        """What is no part of a sample, by reason, when last looked."""
+        """Objects that belong to no sample, by reason, at the latest refresh."""
         for part in latest:
             self.left_out.joined(part.left_out)
         notes = [(NOTE, note) for note in parts[0].notes]
         self.names = (*notes, *self.left_out.listed())
-        """The first names of these with the reason, behind notes on how the source is read."""
+        """Notes on how the source is read, then the first left-out names with their reasons."""
         self.kept = parts[0].kept
 
     @classmethod
     def open(cls, folder: Path, *, units: int | None = None) -> SegmentedListing:
-        """Map the parts that make up ``units`` (None: all that are there). Raises :class:`CorruptError`."""
+        """Map the parts that make up ``units`` units (None: all parts that exist). Raises :class:`CorruptError`."""
         parts = [Listing.open(folder)]
         count = parts[0].units
-        # A segment may add nothing and only say what vanished: those come along.
+        # A segment may add no unit and only say which units vanished. It belongs to the same number of units, so it is
+        # opened too.
         while (more := folder / segment_name(len(parts))).exists() and (units is None or count <= units):
             part = Listing.open(more)
             if units is not None and count + part.units > units:
@@ -101,17 +100,18 @@ class SegmentedListing:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """The numbers of units at which a further part with units begins."""
+        """The numbers of units at which another part with units begins."""
         return tuple(sorted({int(start) for start in self._starts} - {0, self.units}))
 
     @property
     def identity(self) -> str:
-        """Digest of what every unit number means."""
+        """Digest of the meaning of every unit number."""
         parts = [part.identity for part in self.parts if part.units]
+        # With one part this is the identity of a listing that never grew.
         return parts[0] if len(parts) == 1 else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def unit_bytes(self, units: _Units, *, unknown: int = 0) -> _Units:
-        """Bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
+        """Return the bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
         out = np.zeros(len(units), dtype=np.int64)
         at = np.searchsorted(self._starts, units, side="right") - 1
         for number in np.unique(at).tolist():
@@ -120,16 +120,18 @@ class SegmentedListing:
         return out
 
     def unit(self, number: int) -> list[Object]:
-        """The objects of one unit, in order of their keys. Raises :class:`IndexError` for a number out of range."""
+        """Return the objects of one unit in order of their keys. Raises :class:`IndexError` for a number out of
+        range."""
         if not 0 <= number < self.units:
             raise IndexError(f"unit {number} of {self.units}")
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.parts[part].unit(number - int(self._starts[part]))
 
     def present(self, stem: Stem) -> Iterator[tuple[int, list[Record]]]:
-        """The units that have not vanished, with their objects, in the order of their samples' keys."""
+        """Yield the units that have not vanished, with their objects, in the order of their samples' keys."""
         gone = set(self.vanished.tolist())
 
+        # A function, so that each generator of the merge keeps its own part and start.
         def of(part: Listing, start: int) -> Iterator[tuple[bytes, int, list[Record]]]:
             for unit, group in groupby(part.records(stem), key=lambda pair: pair[0]):
                 if unit + start not in gone:
@@ -142,6 +144,7 @@ class SegmentedListing:
 
 
 def _vanished(folder: Path) -> _Units:
+    """Return the units that the segment in ``folder`` says have vanished, by their numbers in the whole listing."""
     path = folder / _VANISHED
     if not path.exists():
         return np.zeros(0, dtype=np.int64)
@@ -150,23 +153,23 @@ def _vanished(folder: Path) -> _Units:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a later listing has that the one before it has not, and the other way round."""
+    """The difference between a listing and a later one."""
 
     added: int
-    """Units that are new, or have another content."""
+    """Number of units that are new or have other contents."""
     vanished: int
-    """Units that are gone, or have another content."""
+    """Number of units that are gone or have other contents."""
     names: tuple[str, ...]
     """Keys of the first samples that vanished."""
 
     @property
     def any(self) -> bool:
-        """Whether anything changed."""
+        """True if anything changed."""
         return bool(self.added or self.vanished)
 
 
 def write_changes(folder: Path, old: SegmentedListing, fresh: Listing) -> Change:
-    """Write into ``folder`` the segment that makes ``old`` say what ``fresh`` does. Both are read once, in order."""
+    """Write the segment that turns ``old`` into ``fresh`` into ``folder``. Both listings are read once, in order."""
     stem = Stem(fresh.stem)
     vanished: list[int] = []
     names: list[str] = []
@@ -188,6 +191,8 @@ def write_changes(folder: Path, old: SegmentedListing, fresh: Listing) -> Change
                 yield from new_unit
                 new_unit = next(now, None)
 
+    # added() fills `vanished` while write_sorted consumes it, so the file of vanished units can only be written
+    # afterwards.
     listing = write_sorted(folder, added(), stem=stem, url=fresh.url, left_out=lambda: fresh.left_out)
     with new_file(folder / _VANISHED) as file:
         np.save(file, np.array(sorted(vanished), dtype=np.int64), allow_pickle=False)
@@ -200,7 +205,7 @@ def _grouped(listing: Listing, stem: Stem) -> Iterator[list[Record]]:
 
 
 def _compare(old_unit: tuple[int, list[Record]] | None, new_unit: list[Record] | None) -> int:
-    """Below 0 when the old unit comes first, above when the new one does."""
+    """Return a number below 0 if the old unit comes first, above 0 if the new unit does, 0 for the same sample."""
     if old_unit is None or new_unit is None:
         return 1 if old_unit is None else -1
     a, b = old_unit[1][0][0], new_unit[0][0]
@@ -208,12 +213,13 @@ def _compare(old_unit: tuple[int, list[Record]] | None, new_unit: list[Record] |
 
 
 SEGMENT = 2**20
-"""Keys of a segment."""
+"""Number of keys in a segment."""
 _LAST = "last_key"
 
 
 def last_key(folder: Path) -> str | None:
-    """Behind which key the listing goes on whose last segment lies in ``folder``; None when that was not cut."""
+    """Return the key after which the listing continues whose last segment lies in ``folder``; None if it was not
+    cut."""
     path = folder / _LAST
     return path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else None
 
@@ -221,8 +227,8 @@ def last_key(folder: Path) -> str | None:
 class EarlyListing(Closing):
     """The segments of a store's listing, one after another. A context manager.
 
-    ``after`` is the key behind which it goes on; ``skip_bad`` as in :func:`~cachetool.sources.list_source`. Raises
-    :class:`UsageError` for a store or a ``stem`` that cannot be listed so, and the errors of
+    ``after`` is the key after which it continues; ``skip_bad`` as in :func:`~cachetool.sources.registry.list_source`.
+    Raises :class:`UsageError` for a store or a ``stem`` that cannot be listed in segments, and the errors of
     :func:`cachetool.stores.open_store`.
     """
 
@@ -236,7 +242,7 @@ class EarlyListing(Closing):
         kept: Kept | None = None,
         skip_bad: bool = False,
     ) -> None:
-        """``kept``: the fields that the first segment kept, where this is not the first."""
+        """``kept``: the fields that the first segment kept, if this is a later one."""
         self._options, self._kept = options, kept
         self._stem, self._size = Stem("first"), size
         if locate(url) is not None and options.read_as != "objects":
@@ -256,10 +262,13 @@ class EarlyListing(Closing):
         self._last = after
         self._seen = 0
         self.ended = False
-        """Whether the store has no more keys."""
+        """True once the store has no more keys."""
 
     def write(self, folder: Path, *, progress: Callable[[int], None] | None = None) -> Listing:
-        """Write the next segment; it may have no unit at the store's end. ``progress`` is told how many keys came."""
+        """Write the next segment. It may have no unit at the end of the store.
+
+        ``progress`` is called with the number of keys seen.
+        """
         before, not_taken = self._seen, self._chosen.not_taken
         grouping = Grouping(self._options, kept=self._kept)
         listing = write_listing(
@@ -273,9 +282,10 @@ class EarlyListing(Closing):
         )
         if grouping.stem.rule != self._stem.rule:
             raise UsageError(
-                f"--start-early cuts names at the first dot, but those under {self._store.url} are to be cut at the"
-                " last one; leave --start-early out, or give --stem first"
+                f"--start-early cuts names at the first dot, but the names under {self._store.url} must be cut at the"
+                " last dot; leave --start-early out, or give --stem first"
             )
+        # The first segment decides the fields. Later segments must keep the same ones, or their samples would not fit.
         self._kept = listing.kept if self._kept is None else self._kept
         if self._last is not None:
             with new_file(folder / _LAST) as file:
@@ -283,18 +293,24 @@ class EarlyListing(Closing):
         return listing
 
     def _checked(self) -> Iterator[list[Object]]:
-        """The next segment. Raises :class:`UsageError` for one that shows that there are no objects to be grouped."""
+        """Yield the next segment. Raises :class:`UsageError` if its names show files of many samples instead of
+        objects."""
         taken = self._chosen.taken
         while True:
             yield from self._census.count(self._chosen.of(self._segment(), more=True))
+            # With globs a whole segment may contain no name that is taken. The next keys are read until one is.
             if self.ended or not self._chosen.globs or self._chosen.taken > taken:
                 break
         if self.ended:
             self._chosen.refuse_nothing(self._store.url)
         if self._census.kind(self._read_as) is not None:
-            raise UsageError(f"--start-early is for folders of objects; {self._store.url} holds files of many samples")
+            raise UsageError(
+                f"--start-early is for folders of objects, but {self._store.url} holds files of many samples;"
+                " leave it out"
+            )
 
     def _segment(self) -> Iterator[list[Object]]:
+        """Yield the pages of the next segment."""
         count = 0
         while True:
             page: list[Object] | None = self._pending or next(iter(self._pages), None)
@@ -304,6 +320,7 @@ class EarlyListing(Closing):
                 return
             self._refuse_disorder(page)
             cut = min(len(page), self._size - count)
+            # The objects of one sample must not fall into two segments: they would become two units.
             while cut < len(page) and self._goes_on(page, cut):
                 cut += 1
             count += cut
@@ -316,7 +333,7 @@ class EarlyListing(Closing):
                 return
 
     def _goes_on(self, page: list[Object], at: int) -> bool:
-        """Whether the object at ``at`` belongs to the sample of the one before it."""
+        """Return True if the object at ``at`` belongs to the sample of the object before it."""
         before = page[at - 1].key if at else self._last
         if before is None:
             return False
@@ -324,13 +341,16 @@ class EarlyListing(Closing):
         return not isinstance(one, str) and not isinstance(two, str) and one.sample == two.sample
 
     def _refuse_disorder(self, page: list[Object]) -> None:
+        """Raise :class:`SourceError` for a page whose keys are not in order."""
         keys = [item.key.encode("utf-8", "surrogateescape") for item in page]
         before = b"" if self._last is None else self._last.encode("utf-8", "surrogateescape")
+        # Python sorts text by code points and object stores by bytes, which differ for bytes that are no UTF-8. So the
+        # bytes are compared.
         if [before, *keys] != sorted([before, *keys]):
             raise SourceError(
                 f"{self._store.url} does not list in the order of its keys, which --start-early needs; leave it out"
             )
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._store.close()

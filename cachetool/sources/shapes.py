@@ -1,9 +1,9 @@
-"""The schema that samples or files share: what each field is in one sample, and what it must be to hold all of them.
+"""The schema that samples or files share: the type of each field in one sample, and the type that holds all samples.
 
-Same shape -> fixed; same rank and dtype -> ragged; whole and other numbers under one JSON key -> float64; anything else
-is an error that names two samples.
+The same shape becomes a fixed field; the same rank and dtype become a ragged field; whole and other numbers under one
+JSON key become float64. Anything else is an error that names two samples.
 
-:func:`fitted` brings blocks of files that differ a little under the one schema of the dataset.
+:func:`fitted` converts blocks of files that differ a little to the one schema of the dataset.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ __all__ = [
 ]
 
 Objects = Callable[[str], Sequence[str]]
-"""Gives the keys of the objects of a sample by its key."""
+"""A function that returns the keys of a sample's objects by the sample's key."""
 
 
 _FEW = 8
-"""Most fields that a message says how to leave out."""
+"""Most fields for which a message shows how to leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one field is in one sample."""
+    """The type of one field in one sample."""
 
     dtype: str
-    """As in :class:`Field`."""
+    """The dtype as in :class:`Field`."""
     shape: tuple[int | None, ...]
     plain: bool = False
-    """A number that was written without a type, so that it may become a float."""
+    """True for a number that was written without a type, so it may become a float."""
 
     def describe(self) -> str:
-        """For messages."""
+        """Return the type in words, for messages."""
         return Field("x", self.dtype, self.shape).describe()
 
 
 def shape_of(value: Value) -> Shape:
-    """What a decoded value is."""
+    """Return the type of a decoded value."""
     if isinstance(value, np.ndarray):
         return Shape(value.dtype.newbyteorder("<").str, value.shape)
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def shape_of(value: Value) -> Shape:
 
 
 def nbytes_of(value: Value) -> int:
-    """Bytes that a decoded value takes in a shard, about."""
+    """Return the approximate bytes that a decoded value takes in a shard."""
     if isinstance(value, np.ndarray | memoryview):
         return value.nbytes
     return len(value) if isinstance(value, str | bytes) else 8
@@ -85,11 +85,11 @@ def common_schema(
     *,
     objects: Objects | None = None,
 ) -> Schema:
-    """The schema of ``samples``, pairs of a key and what its fields are; ``__key__`` comes last.
+    """Return the schema of ``samples``, pairs of a key and the types of its fields; ``__key__`` comes last.
 
-    ``order`` gives the fields' order, default: that of the first sample. ``objects``: the names of the objects of
-    a sample, where they are those of a place, which may be files of many samples. Raises :class:`BadObject` naming two
-    samples that have no schema in common.
+    ``order`` is the order of the fields, by default that of the first sample. ``objects`` returns the objects of a
+    sample if the samples are objects of a place, which may be files of many samples. Raises :class:`BadObject` naming
+    two samples that have no common schema.
     """
     first_key = ""
     merged: dict[str, Shape] = {}
@@ -113,7 +113,7 @@ def common_schema(
 
 
 def majority(samples: Sequence[tuple[str, Mapping[str, Shape]]]) -> list[tuple[str, Mapping[str, Shape]]]:
-    """Those of ``samples`` that can share a schema with most of the others; of two groups of one size the first."""
+    """Return the samples that can share a schema with most of the others; of two groups of one size the first."""
     alike = [frozenset((name, *_family(shape)) for name, shape in shapes.items()) for _, shapes in samples]
     most = Counter(alike).most_common(1)
     return [sample for sample, family in zip(samples, alike, strict=True) if family == most[0][0]]
@@ -125,18 +125,20 @@ def _family(shape: Shape) -> tuple[str, int]:
 
 
 def _merge(name: str, key_a: str, a: Shape, key_b: str, b: Shape) -> Shape:
+    """Return the type that holds both. Raises :class:`BadObject` if there is none."""
     if a.dtype == b.dtype and len(a.shape) == len(b.shape):
         return a if a.shape == b.shape else Shape(a.dtype, (None,) * len(a.shape))
     if a.plain and b.plain and {a.dtype, b.dtype} == {"<i8", "<f8"}:
         return Shape("<f8", (), plain=True)
     raise BadObject(
         f"field {name!r} is {a.describe()} in {key_a!r} but {b.describe()} in {key_b!r};\n"
-        f"leave it out with --fields -{name}, or leave out the misfits with --on-error skip"
+        f"leave the field out with --fields -{name}, or skip the samples that differ with --on-error skip"
     )
 
 
 def _differing(key_a: str, a: list[str], key_b: str, b: list[str], objects: Objects | None) -> str:
-    """The message about two samples whose fields differ, with the options that take them."""
+    """Return the message about two samples whose fields differ, with the options that accept them."""
+    # Imported here, because only this message needs the registry of kinds.
     from cachetool.sources.kinds import kind_of
 
     a, b = ([name for name in names if name != KEY] for names in (a, b))
@@ -147,38 +149,42 @@ def _differing(key_a: str, a: list[str], key_b: str, b: list[str], objects: Obje
     many = [
         name for name in (*only_a, *only_b) if of_objects and (kind := kind_of(f"x.{name}")) and not kind.one_sample
     ]
-    ways = [f"for the samples in the {names_of(many)} files use --read-as files"] if many else []
+    ways = [f"read the samples in the {names_of(many)} files with --read-as files"] if many else []
     if common:
-        ways.append(f"take what all have with --fields {shlex.quote(','.join(common))[:200]}")
+        ways.append(f"choose the fields that all have with --fields {shlex.quote(','.join(common))[:200]}")
     if len(only_a) == len(only_b) == 1 and family(only_a[0]) is not None and family(only_a[0]) == family(only_b[0]):
-        ways.append(f"take both as one field with --rename {only_a[0]}=X --rename {only_b[0]}=X")
+        ways.append(f"make both one field with --rename {only_a[0]}=X --rename {only_b[0]}=X")
     if objects is not None:
         globs = [_glob(key, objects(key)) for key in (key_a, key_b)]
         if all(globs) and globs[0] != globs[1]:
             ways.append(
-                f"take one of them, with --include {shlex.quote(globs[0])} or --include {shlex.quote(globs[1])}"
+                f"choose one of them with --include {shlex.quote(globs[0])} or --include {shlex.quote(globs[1])}"
             )
         folders = [key.partition("/")[::2] for key in (key_a, key_b)]
         if not common and all(name for _, name in folders) and folders[0][0] != folders[1][0]:
             ways.append("join the objects of several folders with --stem '[^/]*/(.*?)[.]'")
-    return text + "; or ".join([*ways, "see --stem for how names are cut"])
+    return text + "; or ".join([*ways, "cut names differently with --stem"])
 
 
 def _glob(sample: str, keys: Sequence[str]) -> str:
-    """A glob of the names that the one object of a sample has; empty where there is none, or more objects."""
+    """Return a glob for the name of a sample's only object; empty if it has none, or several."""
     tail = keys[0][len(sample) :] if len(keys) == 1 and keys[0].startswith(sample) else ""
+    # Brackets keep a `*`, `?` or `[` in a name from acting as a wildcard.
     return "*" + re.sub(r"([*?[])", r"[\1]", tail) if tail.startswith(".") and tail.isprintable() else ""
 
 
 def names_of(names: Sequence[Any], most: int = 8) -> str:
-    """Field names for a message, ``__key__`` left out."""
+    """Return field names for a message, without ``__key__``."""
     shown = [str(name)[:60] if str(name).isprintable() else repr(name)[:60] for name in names if name != KEY]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "") or "none"
 
 
 def common_of(schemas: Iterable[tuple[str, Schema]], *, sparse: bool = False) -> Schema:
-    """The schema that holds samples of all files, given by name; ``sparse``: whether a list that a file lacks is empty
-    in all its samples, as in records. Raises :class:`BadObject` naming two of them."""
+    """Return the schema that holds the samples of all files, given by name.
+
+    ``sparse``: True if a list that a file lacks counts as empty in all of its samples, as in records. Raises
+    :class:`BadObject` naming two files.
+    """
     (first, schema), *others = schemas
     for then, other in others:
         if sparse:
@@ -188,6 +194,7 @@ def common_of(schemas: Iterable[tuple[str, Schema]], *, sparse: bool = False) ->
 
 
 def _with_lists(schema: Schema, other: Schema) -> Schema:
+    """Return the schema with the lists that only ``other`` has."""
     lists = [
         Field(field.name, field.dtype, (None,))
         for field in other
@@ -197,7 +204,9 @@ def _with_lists(schema: Schema, other: Schema) -> Schema:
 
 
 def _widened(schema: Schema, other: Schema) -> Schema:
-    """Lists that always had one value in some records have several in others: numbers become lists of one."""
+    """Return the schema, with a list of one number in place of each number for which ``other`` has a list."""
+    # A list that has one value in every record of a file looks like a number there. Another file shows that it is a
+    # list.
     fields = [
         Field(field.name, field.dtype, (1,))
         if field.shape == () and field.name in other and other[field.name].rank == 1 and field.kind == "fixed"
@@ -208,13 +217,15 @@ def _widened(schema: Schema, other: Schema) -> Schema:
 
 
 def fitted(block: Block, schema: Schema, where: str, *, sparse: bool = False) -> Block:
-    """The block under the dataset's schema; ``sparse`` as for :func:`common_of`. Raises :class:`BadObject` naming the
-    file when it does not fit."""
+    """Return the block under the dataset's schema; ``sparse`` as for :func:`common_of`.
+
+    Raises :class:`BadObject` naming the file when the block does not fit.
+    """
     block = _lists(block, schema, sparse=sparse)
     if set(block.schema.names) != set(schema.names):
         raise BadObject(
-            f"{where!r} has the fields {', '.join(block.schema.names)}, the dataset {', '.join(schema.names)};\n"
-            "choose some that all have with --fields"
+            f"{where!r} has the fields {', '.join(block.schema.names)}, but the dataset has"
+            f" {', '.join(schema.names)};\nchoose fields that all have with --fields"
         )
     for field in block.schema:
         wanted = schema[field.name]
@@ -225,13 +236,14 @@ def fitted(block: Block, schema: Schema, where: str, *, sparse: bool = False) ->
                 continue
             raise BadObject(
                 f"{where!r}: field {field.name!r} is {field.describe()}, but the dataset has {wanted.describe()};\n"
-                f"leave it out with --fields -{field.name}"
+                f"leave the field out with --fields -{field.name}"
             )
     return conform(_unragged(block, schema), schema)
 
 
 def _lists(block: Block, schema: Schema, *, sparse: bool) -> Block:
-    """With lists of one number, and for ``sparse`` ones of none, where the dataset has lists of any."""
+    """Return the block with lists where the dataset has lists: numbers become lists of one, missing lists become
+    empty."""
     columns: dict[str, Column] = dict(block.columns)
     fields = list(_widened(block.schema, schema))
     for field in fields:
@@ -250,7 +262,7 @@ def _all(column: Ragged, shape: Sequence[int | None]) -> bool:
 
 
 def _unragged(block: Block, schema: Schema) -> Block:
-    """Arrays that the dataset knows to be of one size, as such."""
+    """Return the block with ragged arrays as fixed ones, where the dataset has one size."""
     columns: dict[str, Column] = dict(block.columns)
     fields = []
     for field in block.schema:
@@ -264,16 +276,16 @@ def _unragged(block: Block, schema: Schema) -> Block:
 
 
 def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
-    """The schema that holds samples of both: arrays whose sizes differ become ragged.
+    """Return the schema that holds samples of both files: arrays whose sizes differ become ragged.
 
     Raises :class:`BadObject` naming the two files when there is none.
     """
     if set(a.names) != set(b.names):
         only = sorted(set(a.names) ^ set(b.names))
-        dropped = f"leave these out with --fields {','.join(f'-{name}' for name in only)}"
-        ways = ["convert them apart"]
+        dropped = f"leave these fields out with --fields {','.join(f'-{name}' for name in only)}"
+        ways = ["convert the files separately"]
         if ({*a.names} & {*b.names}) - {KEY}:
-            ways.insert(0, "choose some that all have with --fields" if len(only) > _FEW else dropped)
+            ways.insert(0, "choose fields that all have with --fields" if len(only) > _FEW else dropped)
         raise BadObject(f"{first} and {then} differ in their fields: {', '.join(only)[:200]}; {', or '.join(ways)}")
     fields = []
     for field in a:
@@ -285,13 +297,13 @@ def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
         else:
             raise BadObject(
                 f"field {field.name!r} is {field.describe()} in {first} but {other.describe()} in {then};"
-                f" leave it out with --fields -{field.name}, or convert them apart"
+                f" leave the field out with --fields -{field.name}, or convert the files separately"
             )
     return Schema(tuple(fields))
 
 
 def conform(block: Block, schema: Schema) -> Block:
-    """The same samples under a schema that :func:`common` made; columns stay views."""
+    """Return the same samples under a schema that :func:`common` made; columns stay views."""
     if block.schema == schema:
         return block
     columns: dict[str, Column] = {}

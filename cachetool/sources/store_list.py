@@ -1,17 +1,11 @@
-"""The list of a store that lists in the order of its keys: by several threads, and kept so that a killed one goes on.
+"""The list of a store that lists in the order of its keys. Several threads ask for its pages, and the pages are kept,
+so a killed process does not lose them.
 
 ::
 
-    keys     a/..      b/..      c/..      d/..         ranges, cut where folders begin
-             |---->    |-->      |------>  |            each is asked for a page at a time
-                   \\      \\        \\
-    pages.log       page, page, page ...                from the 33rd page on, in a working folder
-                          \\
-                           the listing                  is made of all pages, in any order
-
-A page is written down before it is given out. Killed, the same list of the same store begins with what was written down
-within an hour, and goes on behind it. The log is deleted with an error that is not the store's: what caused the error
-may be mended in the store.
+Each page is written to the log before it is handed out. After a kill, the same list of the same store begins with the
+logged pages, if the last one is less than an hour old, and continues after them. An error that is not the store's own
+deletes the log, because its cause may lie in the logged pages and be repaired in the store.
 """
 
 from __future__ import annotations
@@ -45,13 +39,13 @@ __all__ = ["StoreList"]
 _PREFIX = "cachetool-listed-"
 _LOG = "pages.log"
 _SHORT = 32
-"""Pages of a list that nobody writes down."""
+"""Number of pages up to which a list is not logged."""
 _OLD = 3600.0
-"""Seconds after its last page when a list that was broken off is deleted: what came into the store before that page
-meanwhile is not in it."""
+"""Seconds after its last page when an interrupted list is deleted. Objects added to the store before that page since
+then are not in it."""
+# The search takes one request for each folder, and as many as its list for a folder without folders, so it ends early.
 _FEWEST, _MOST, _DEEPEST = 2, 8, 4
-"""Ranges for each thread: with fewer, folders are looked into for more, as deep as this. That takes a request for each,
-and of a folder without folders as many as its list, so that it ends early."""
+"""Fewest and most ranges for each thread, and how many levels of folders are searched for bounds."""
 _FRAME = struct.Struct("<II")
 
 
@@ -59,16 +53,18 @@ class StoreList:
     """All pages of a store's list. A context manager."""
 
     def __init__(self, store: Store, *, workers: int = 1, purpose: str = "") -> None:
-        """``workers``: pages that are asked for at once, where the store is an :class:`OrderedStore`. ``purpose`` tells
-        lists of one store apart, which do not go on with each other."""
+        """``workers``: number of pages that are asked for at once, if the store is an :class:`OrderedStore`.
+        ``purpose`` separates lists of one store that must not continue each other."""
         self._store, self._workers, self._purpose = store, workers, purpose
         self._ranges: list[_Range] = []
         self._short: list[_Page] = []
         self._log: _Log | None = None
 
     def pages(self) -> Pages:
-        """The pages; those of an :class:`OrderedStore` are given again without a request. Raises as
-        :meth:`Store.list`."""
+        """Yield the pages. A second call yields the pages of an :class:`OrderedStore` again without requests.
+
+        Raises the errors of :meth:`Store.list`.
+        """
         if not isinstance(self._store, OrderedStore):
             yield from self._store.list()
             return
@@ -81,6 +77,8 @@ class StoreList:
             if self._ranges[page.range].is_ordered:
                 self._keep(page)
             elif self._cuts:
+                # Keys out of order mean that ranges may miss keys or name them twice. One range alone is still
+                # complete.
                 raise SourceError(
                     f"{self._store.url} does not list in the order of its keys, which --list-workers needs; leave it"
                     " out"
@@ -91,7 +89,7 @@ class StoreList:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """See :attr:`Store.left_out`."""
+        """The objects that the store left out; see :attr:`Store.left_out`."""
         if not self._ranges:
             return self._store.left_out
         together = LeftOut()
@@ -108,10 +106,12 @@ class StoreList:
         self._ranges = [_Range(store, at, *bounds[at : at + 2]) for at in range(len(bounds) - 1)]
 
     def _keep(self, page: _Page) -> None:
+        """Keep a page, in memory for a short list, else in the log."""
         if self._log is not None:
             self._log.append(page)
             return
         self._short.append(page)
+        # A short list is simply asked for again after a kill, so it needs no log on disk.
         if len(self._short) > _SHORT:
             self._log = _Log.make(self._name, self._cuts)
             for one in self._short:
@@ -119,7 +119,7 @@ class StoreList:
             self._short = []
 
     def _forget(self) -> None:
-        """Do without what was kept: some stores list in no order, and nobody could go on."""
+        """Delete the kept pages and log no more."""
         self._short = []
         if self._log is not None:
             self._log.close(keep=False)
@@ -130,6 +130,7 @@ class StoreList:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._log is not None:
+            # Only these errors say nothing against the pages: the store was away or refused, or the user interrupted.
             is_of_store = kind is not None and issubclass(
                 kind, Unreachable | AccessDenied | Interrupted | KeyboardInterrupt
             )
@@ -138,29 +139,30 @@ class StoreList:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Some objects of a range, and how far it is with them."""
+    """Some objects of a range, and the range's progress."""
 
     range: int
     objects: list[Object]
     ended: bool
     left_out: LeftOut
-    """Of the range so far."""
+    """The objects left out of the range so far."""
 
 
 class _Range:
-    """The keys behind ``after``, up to ``upto``."""
+    """The keys after ``after``, up to and including ``upto``."""
 
     def __init__(self, store: OrderedStore, number: int, after: str | None, upto: str | None) -> None:
+        # A copy for each range, because the store counts what it leaves out and several threads list at once.
         self._store, self._number, self._after, self._upto = copy(store), number, after, upto
         self._pages: Pages | None = None
         self.is_ordered = True
-        """Whether the keys came in order so far."""
+        """True while the keys come in order."""
         self._before = LeftOut()
         self.ended = False
         self.left_out = LeftOut()
 
     def take(self, page: _Page) -> None:
-        """Go on behind a page that was kept."""
+        """Count a kept page as received, so that :meth:`ask` continues with the page after it."""
         self._after = page.objects[-1].key if page.objects else self._after
         self.ended = page.ended
         self.left_out = self._before = page.left_out
@@ -177,13 +179,15 @@ class _Range:
             self._after = objects[-1].key
         counted = self._store.left_out
         named, more = (counted.named, counted.more) if isinstance(counted, LeftOut) else ((), 0)
+        # The store counts from the beginning of this process's requests, so the counts of kept pages are added each
+        # time.
         self.left_out = LeftOut(self._before, self._before.named, self._before.more)
         self.left_out.joined(LeftOut(counted, named, more))
         return _Page(self._number, objects or [], self.ended, self.left_out)
 
 
 def _asked(ranges: list[_Range], workers: int) -> Iterator[_Page]:
-    """The pages of ranges as they come, of ``workers`` ranges at a time."""
+    """Yield the pages of ranges as they arrive, of ``workers`` ranges at a time."""
     fetcher: Fetcher[_Range, _Page] = Fetcher(lambda one, _: one.ask(), workers)
     waiting, stop = deque(ranges), threading.Event()
     running: dict[Future[_Page], _Range] = {}
@@ -194,6 +198,8 @@ def _asked(ranges: list[_Range], workers: int) -> Iterator[_Page]:
                 running[fetcher.begin(one, stop)] = one
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 one, page = running.pop(future), future.result()
+                # The next page of this range is asked for before this one is handed out, so the network does not wait
+                # for the consumer.
                 if not page.ended:
                     running[fetcher.begin(one, stop)] = one
                 yield page
@@ -202,7 +208,7 @@ def _asked(ranges: list[_Range], workers: int) -> Iterator[_Page]:
 
 
 def _cuts(store: OrderedStore, workers: int) -> list[str]:
-    """Keys between which ranges lie: names of folders, of the first level that has enough of them."""
+    """Return the keys between which ranges lie: names of folders, of the first level that has enough folders."""
     folders: list[str] = []
     below = [""]
     looking: Fetcher[str, Sequence[str]] = Fetcher(lambda folder, _: store.folders(folder), workers)
@@ -214,11 +220,12 @@ def _cuts(store: OrderedStore, workers: int) -> list[str]:
     looking.close()
     folders = sorted(set(folders), key=lambda name: name.encode("utf-8", "surrogateescape"))
     count = min(len(folders), _MOST * workers)
+    # Evenly spread over the folders: their sizes are unknown, and more ranges than threads even out large ones.
     return [folders[at * len(folders) // count] for at in range(count)]
 
 
 class _Log:
-    """Pages in a file of a working folder, which holds its lock."""
+    """Pages in a file of a working folder, which holds the folder's lock."""
 
     def __init__(self, work: WorkFolder, file: BinaryIO, cuts: list[str]) -> None:
         self._work, self._file, self.cuts = work, file, cuts
@@ -226,7 +233,7 @@ class _Log:
 
     @classmethod
     def make(cls, name: str, cuts: list[str]) -> _Log:
-        """A new one."""
+        """Create a new log."""
         work = WorkFolder.make(Path(tempfile.gettempdir()), name, _PREFIX)
         file = new_file(work.inside / _LOG)
         file.write(_framed(cuts))
@@ -234,9 +241,11 @@ class _Log:
 
     @classmethod
     def left(cls, name: str) -> _Log | None:
-        """The one that a killed process of this user left; those of any list that are old are deleted."""
+        """Return the log that a killed process of this user left for the same list. Old logs of any list are
+        deleted."""
         log = None
         for work in WorkFolder.existing(Path(tempfile.gettempdir()), _PREFIX, _PREFIX):
+            # Another process is listing the same place now and holds the lock.
             if work.busy:
                 work.close()
                 continue
@@ -254,17 +263,19 @@ class _Log:
         return log
 
     def __iter__(self) -> Iterator[_Page]:
-        """The pages; what follows the last whole one is cut off."""
+        """Yield the pages."""
         self._file.seek(self._begin)
         for number, ended, objects, counts, named, more in _frames(self._file):
             yield _Page(number, [Object(*item) for item in objects], ended, LeftOut(counts, named, more))
+        # A kill may leave half a page at the end. New pages must follow the last complete one.
         self._file.truncate()
 
     def append(self, page: _Page) -> None:
-        """Write down a page. A kill leaves what was written; of a loss of power the checksum finds the rest."""
+        """Write a page to the log."""
         out = page.left_out
         objects = [(item.key, item.size, item.etag) for item in page.objects]
         self._file.write(_framed([page.range, page.ended, objects, out, out.named, out.more]))
+        # Not synced: what was written survives a kill, and after a power cut the checksum shows where the log ends.
         self._file.flush()
 
     def close(self, *, keep: bool) -> None:
@@ -282,12 +293,13 @@ def _removed(work: WorkFolder) -> None:
 
 
 def _framed(value: Any) -> bytes:
+    """Return a value as a compressed frame with its length and checksum in front."""
     data = zlib.compress(json.dumps(value).encode(), 1)
     return _FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
 def _frames(file: BinaryIO) -> Iterator[Any]:
-    """The values, up to the first that is not whole; the file is at its beginning then."""
+    """Yield the values up to the first incomplete one. The file's position is then the beginning of that one."""
     while True:
         at = file.tell()
         head = file.read(_FRAME.size)

@@ -1,12 +1,13 @@
-"""Tar files in WebDataset's grouping, plain or gzip: members of one key that follow each other are one sample.
+"""Tar files in WebDataset's grouping, plain or gzip: consecutive members with one key are one sample.
 
 Keys, fields and values are those of a folder of objects (:mod:`cachetool.sources.keys`,
-:mod:`cachetool.sources.decode`). All members are looked at first, so that the schema holds all of them: of arrays and
-images only the header is read then.
+:mod:`cachetool.sources.decode`). All members are read once for the schema; of arrays and images only the header is
+read.
 
-Nothing is extracted: a member is bytes under a name, and its name is text. Links, devices and sparse files hold no
-bytes of their own and are left out, and so are members whose name begins with ``/`` or leads through ``..``. One key in
-two places of one file is refused: which of them a sample is made of would be a guess.
+Nothing is extracted: a member is bytes under a name, and its name is text. Links, devices and sparse files have no
+bytes of their own and are left out. Members whose name begins with ``/`` or contains ``..`` are left out too. A key
+that comes twice in one file, with other samples in between, is an error, because nobody can say which of the two is
+meant.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ MAX_SAMPLES = 2**14
 """Most samples of one block, however small."""
 _RECORD = 512
 _MAX_NOTE = 2**20
-"""Bytes of all names and notes before one member."""
+"""Most bytes of all names and notes before one member."""
 _DIGITS = 20
 _SKIP = 2**20
+# An archive may be one sample of a few dozen fields, which must not be refused.
 _MANY = 100
-"""Different texts between dots that no one sample has as its fields: an archive may be one sample of a few dozen."""
+"""Number of different texts between dots above which they cannot be the fields of one sample."""
 _GZIP = b"\x1f\x8b"
 _PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -62,7 +64,7 @@ class TarFile:
     """The samples of one tar file; see :class:`cachetool.sources.readers.RecordFile`."""
 
     def __init__(self, file: SourceFile, options: SourceOptions) -> None:
-        """Looks at all members, unless the file's schema is known.
+        """Read all members, unless the file's schema is known.
 
         Raises :class:`BadObject` naming file and member, or two samples whose fields differ.
         """
@@ -97,24 +99,25 @@ class TarFile:
             raise
         self._refuse_many(dots)
         if self._options.decodes_images and not self._has_image:
-            why = f"no member has the extension of one ({', '.join(sorted(IMAGES))})"
+            why = f"no member has the extension of an image ({', '.join(sorted(IMAGES))})"
             raise no_images(str(self._file), self._options.decode, schema, why)
         for name in (*(self._options.chosen or ()), *sorted(self._options.dropped - names.keys())):
             if name not in schema:
-                raise UsageError(f"{self._file}: no field {name!r}; the samples have {names_of(list(names))}")
+                raise UsageError(f"{self._file}: unknown field {name!r}; the samples have {names_of(list(names))}")
         self.skipped = left_out.listed()
         return schema
 
     def _refuse_many(self, dots: Dots) -> None:
-        """Raise :class:`UsageError` for names that the first dot would cut into nonsense, unless that is asked for."""
+        """Raise :class:`UsageError` if cutting names at the first dot makes no sense and ``stem`` does not ask for
+        it."""
         if self._options.stem is None and (dots.are_dates or (dots.are_many and dots.different >= _MANY)):
             raise UsageError(
-                f"{self._file}: cut at the first dot, names would make {dots.different} different fields;\n"
-                "give --stem last to cut them at the last dot"
+                f"{self._file}: names cut at the first dot would give {dots.different} different fields;\n"
+                "use --stem last to cut names at the last dot"
             )
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order."""
+        """Yield all samples in order."""
         pending: list[Assembled[Value]] = []
         pending_bytes = 0
         for sample in self._samples(self._decode, str, LeftOut(), []):
@@ -130,7 +133,9 @@ class TarFile:
         try:
             return Block.from_samples(self.schema, [sample.values for sample in samples], exact=True)
         except UsageError:
-            for sample in samples:  # rare: the file was changed since it was looked at; find out where
+            # Rare: the file was changed since it was listed. The samples are checked one by one to name the one that
+            # differs.
+            for sample in samples:
                 try:
                     Block.from_samples(self.schema, [sample.values], exact=True)
                 except UsageError as error:
@@ -145,8 +150,10 @@ class TarFile:
         places: list[tuple[int, int]],
         dots: Dots | None = None,
     ) -> Iterator[Assembled[V]]:
-        """The samples, their fields made by ``take`` while each member passes by. ``places`` gets where each lies,
-        unless the file is packed; ``dots`` counts the names."""
+        """Yield the samples. ``take`` makes the fields of each member while the archive is read once.
+
+        ``places`` receives the bytes of each sample, unless the file is compressed; ``dots`` counts the names.
+        """
         file = self._file
         seen: set[int] = set()
         sample: Assembled[V] | None = None
@@ -164,9 +171,12 @@ class TarFile:
                         self._assembler.finish(sample, text)
                         places += [(start, stop)] if stop else []
                         yield sample
+                    # A sample begins where the previous one ended, because its headers and long names lie before its
+                    # first byte.
                     sample, start = Assembled(part.sample), stop
+                    # Hashes instead of keys, which take less memory in archives of millions of samples.
                     if hash(sample.key) in seen:
-                        raise BadObject(f"key {quoted(sample.key)} comes twice, with other samples in between")
+                        raise BadObject(f"the key {quoted(sample.key)} appears twice, with other samples in between")
                     seen.add(hash(sample.key))
                 stop = member.end
                 if self._assembler.takes(sample, part):
@@ -186,7 +196,7 @@ class TarFile:
         yield from decode(part, member.read(), images=options.decodes_images, pixels=options.pixels)
 
     def _outline(self, part: Part, member: _Member) -> Iterator[tuple[str, Shape]]:
-        """What the fields of a member are, reading no more of it than that takes."""
+        """Yield the types of a member's fields and read no more of the member than that takes."""
         if part.kind == "npy":
             dtype, _, shape, _ = npy_layout(member.read(MAX_HEADER + 12))
             yield part.field, Shape(dtype.newbyteorder("<").str, shape)
@@ -205,7 +215,7 @@ class TarFile:
 
 @dataclass(slots=True)
 class _Member:
-    """A file inside a tar file; can be read once, while it passes by."""
+    """A file inside a tar file. It can be read once, when the archive is read up to it."""
 
     name: str
     size: int
@@ -213,12 +223,13 @@ class _Member:
     stored: int
     """Bytes of the tar file on disk."""
     end: int
-    """Where it ends in the file; 0 in one that is packed."""
+    """Byte of the tar file at which the member ends; 0 in a compressed file."""
     taken: int = 0
 
     def read(self, most: int | None = None) -> memoryview:
-        """Its bytes, or the first ``most``."""
+        """Return the member's bytes, or the first ``most`` of them."""
         count = self.size if most is None else min(most, self.size)
+        # The size comes from the header, and a gzip file may state any size. It is checked before memory is allocated.
         check_allocation("it", count, stored=self.stored)
         with reading("the tar file is damaged"):
             data = memoryview(self.stream.read(count))
@@ -229,7 +240,7 @@ class _Member:
 
 
 def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
-    """The regular files inside ``file``. Raises :class:`BadObject` naming the file and where it is damaged.
+    """Yield the regular files inside ``file``. Raises :class:`BadObject` naming the file and the damaged byte.
 
     Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html and GNU tar's long names.
     """
@@ -240,6 +251,8 @@ def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
         at = noted = 0
         notes: dict[str, str] = {}
+        # Headers are read here, not by tarfile.open(), which reads names and pax records of any size into memory. A
+        # block of zeros is the end mark.
         while (head := stream.read(_RECORD)).strip(b"\0"):
             try:
                 info = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
@@ -249,7 +262,7 @@ def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
             if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE):
                 noted += max(0, info.size)
                 if info.size < 0 or noted > _MAX_NOTE:
-                    raise BadObject(f"{file}: byte {at} begins a name or note of {info.size} bytes")
+                    raise BadObject(f"{file}: the name or note at byte {at} claims {info.size} bytes")
                 data = stream.read(info.size)
                 if not _note(info, data, notes):
                     raise BadObject(f"{file}: the pax records at byte {at} are damaged")
@@ -260,7 +273,8 @@ def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
             sparse = info.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in notes)
             notes, noted = {}, 0
             if info.type in (*_LINKS, tarfile.DIRTYPE):
-                size = 0  # as tar has it, whatever the header says
+                # tar stores no data for links and folders, whatever size their header states.
+                size = 0
             if size < 0:
                 raise BadObject(f"{file}: {quoted(name)} has a size of {size} bytes")
             member = _Member(name, size, stream, stored, 0 if packed else at + _padded(size))
@@ -276,26 +290,32 @@ def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
             at += _skip(stream, member.taken, size)
         if len(head) < _RECORD:
             raise BadObject(f"{file} is cut short: it ends at byte {at} without an end mark")
-        while packed and stream.read(_SKIP):  # the checksum over all of it comes last
+        # gzip compares its checksum at the end of the stream, behind tar's end mark.
+        while packed and stream.read(_SKIP):
             pass
 
 
 def _why_no_header(head: bytes, at: int, error: tarfile.HeaderError) -> str:
+    """Return the reason why 512 bytes are no header, as the end of a message."""
     if at == 0 and (packed := next((_PACKED[mark] for mark in _PACKED if head.startswith(mark)), None)):
-        return f" is packed with {packed}: unpack it, or pack it with gzip"
+        return f" is compressed with {packed}: decompress it, or compress it with gzip"
     if len(head) < _RECORD:
         return f" is cut short at byte {at}"
-    return f": byte {at} is no header of a member ({error})"
+    return f": there is no valid header of a member at byte {at} ({error})"
 
 
 def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> bool:
-    """Add what precedes a member: its long name, or pax records ``LENGTH KEY=VALUE`` and a line feed. False where they
-    are no such records, or their ``size`` is no number of bytes."""
+    """Add a note in front of a member: a long name, or pax records ``LENGTH KEY=VALUE`` with a line feed.
+
+    Return False if the bytes are no such records, or their ``size`` is no number of bytes.
+    """
     if info.type == tarfile.GNUTYPE_LONGNAME:
         notes["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
     elif info.type == tarfile.XHDTYPE:
         at = 0
         while at < len(data):
+            # Only 20 bytes are searched for the blank: a search of the whole rest for each record would take quadratic
+            # time.
             length, blank, _ = data[at : at + _DIGITS].partition(b" ")
             if not blank or not length.isdigit() or not len(length) < int(length) <= len(data) - at:
                 return False
@@ -312,7 +332,7 @@ def _padded(size: int) -> int:
 
 
 def _skip(stream: IO[bytes], taken: int, size: int) -> int:
-    """Pass over what is left of ``size`` bytes and what fills their last record; gives the bytes of all of it."""
+    """Skip the rest of ``size`` bytes and the padding of their last record; return the bytes of all of it."""
     padded = _padded(size)
     if isinstance(stream, gzip.GzipFile):
         left = padded - taken

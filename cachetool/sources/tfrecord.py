@@ -1,6 +1,6 @@
-"""TFRecord files of ``tf.train.Example`` records, plain, gzip or zlib, by whomever.
+"""TFRecord files of ``tf.train.Example`` records, plain, gzip or zlib, of any program.
 
-A file does not say what its records hold, so all of them are looked at first:
+A file does not say what its records hold, so all of them are read first:
 
 ==============================  ===============================================
 feature                         field
@@ -11,9 +11,9 @@ feature                         field
 ``bytes_list``, other counts    left out
 ==============================  ===============================================
 
-A number list that some records do not have is empty there, as TensorFlow's ``VarLenFeature`` has it. Fields are in the
-order of their names, since records have none. Neither TensorFlow nor the package ``tfrecord`` is needed, which cannot
-be imported into one process; every record's two checksums are checked.
+A list of numbers that some records lack is empty in them, as TensorFlow's ``VarLenFeature`` has it. Fields are in the
+order of their names, because features have no order. Neither TensorFlow nor the package ``tfrecord`` is needed; the two
+cannot be imported into one process. Both checksums of every record are checked.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from cachetool.sources.rows import of_sizes
 __all__ = ["TFRecordFile", "is_tfrecord", "open_tfrecord"]
 
 MAX_FEATURES = 1000
+"""Most features of a file, by name: a hostile file could name new ones in every record."""
 MAX_RECORDS = 2**14
 """Most records of one block, however small."""
 _HEAD = struct.Struct("<QI")
@@ -59,7 +60,7 @@ _DTYPES = {FLOAT: "<f4", INT64: "<i8"}
 
 
 def open_tfrecord(file: SourceFile, options: SourceOptions) -> TFRecordFile:
-    """The records of one file of others."""
+    """Return the records of one foreign file."""
     return TFRecordFile(file, options)
 
 
@@ -67,9 +68,9 @@ class TFRecordFile:
     """The records of one file; see :class:`cachetool.sources.readers.RecordFile`."""
 
     def __init__(self, file: SourceFile, options: SourceOptions) -> None:
-        """Looks at all records, unless the file's schema is known.
+        """Read all records, unless the file's schema is known.
 
-        Raises :class:`BadObject` naming file and record, :class:`UsageError` when nothing in them can be a field.
+        Raises :class:`BadObject` naming file and record, :class:`UsageError` when no feature can be a field.
         """
         self._file = file
         self.samples = 0
@@ -106,39 +107,39 @@ class TFRecordFile:
         return make_schema(file, fields, skipped)
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All records in order."""
+        """Yield all records in order."""
         names = {field.name: self.names.get(field.name, field.name) for field in self.schema}
         for run in _runs(self._file, block_bytes, frozenset(names.values())):
             yield Block(self.schema, {field.name: _column(field, names[field.name], run) for field in self.schema})
 
 
 def is_tfrecord(head: bytes) -> bool:
-    """Whether a file that begins with ``head`` (12 bytes) begins with the length of a record and its checksum."""
+    """Return True if ``head``, the first 12 bytes of a file, is the length of a record and its checksum."""
     return len(head) >= _HEAD.size and _length(head[: _HEAD.size]) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Some records of one file, one after another."""
+    """Some consecutive records of one file."""
 
     file: SourceFile
     first: int
-    """Number of the first one in its file."""
+    """Number of the first record in its file."""
     examples: list[dict[str, Feature]]
 
     def name(self, index: int) -> str:
-        """For messages."""
+        """Return the name of a record for messages."""
         return f"{self.file}: record {self.first + index}"
 
     def gather(self, name: str, kind: int) -> Gathered:
-        """One feature of all records. Raises :class:`BadObject` naming a record that has it as another kind."""
+        """Return one feature of all records. Raises :class:`BadObject` naming a record that has it as another kind."""
         out = Gathered(kind)
         for index, example in enumerate(self.examples):
             feature = example.get(name)
             if feature is not None and feature.kind not in (EMPTY, kind):
                 raise BadObject(
                     f"{self.name(index)}: feature {quoted(name)} is {KIND_NAMES[feature.kind]},"
-                    f" but {KIND_NAMES[kind]} in records before; leave it out with"
+                    f" but {KIND_NAMES[kind]} in earlier records; leave the feature out with"
                     f" --fields -{name}"
                 )
             try:
@@ -150,23 +151,23 @@ class _Run:
 
 @dataclass(slots=True)
 class _FeatureFacts:
-    """What all records looked at so far say of one feature."""
+    """The facts about one feature in all records read so far."""
 
     kind: int
     least: int
-    """Values a record."""
+    """Fewest and most values in a record; -1 before the first record."""
     most: int
 
     def reason(self) -> str | None:
-        """Why it cannot be a field."""
+        """Return the reason why the feature cannot be a field, or None."""
         if self.kind == EMPTY:
             return "always empty"
         if self.kind == BYTES and not self.least == self.most == 1:
-            return f"{self.least} to {self.most} byte strings a record; only one can be taken"
+            return f"{self.least} to {self.most} byte strings per record, but a field holds only one"
         return None
 
     def field(self, name: str) -> Field:
-        """The field it becomes."""
+        """Return the field that the feature becomes."""
         if self.kind == BYTES:
             return Field(name, "bytes")
         if self.least == self.most:
@@ -175,11 +176,12 @@ class _FeatureFacts:
 
 
 def _look(features: dict[str, _FeatureFacts], run: _Run, options: SourceOptions, *, first: bool) -> None:
-    """Add what a run says to what was found before; ``first``: there was nothing before it."""
+    """Add the facts of a run to ``features``; ``first``: it is the first run of the file."""
     for name in {*features, *(name for example in run.examples for name in example)}:
+        # A feature that appears after the first run was missing in earlier records, so its fewest values are 0.
         feature = features.setdefault(name, _FeatureFacts(EMPTY, -1 if first else 0, 0))
         if len(features) > MAX_FEATURES:
-            raise BadObject(f"{run.name(0)}: more than {MAX_FEATURES} features by name")
+            raise BadObject(f"{run.name(0)}: more than {MAX_FEATURES} different features")
         if not options.wants(name):
             continue
         if feature.kind == EMPTY:
@@ -194,12 +196,12 @@ def _look(features: dict[str, _FeatureFacts], run: _Run, options: SourceOptions,
 def _column(field: Field, name: str, run: _Run) -> Column:
     kind = BYTES if field.kind == "bytes" else FLOAT if field.numpy.kind == "f" else INT64
     gathered = run.gather(name, kind)
-    with reading(f"{run.name(0)} or one of the {len(run.examples) - 1} behind it: feature {quoted(name)}"):
+    with reading(f"{run.name(0)} or one of the {len(run.examples) - 1} after it: feature {quoted(name)}"):
         counts, values = gathered.counts(), gathered.values()
     wanted = 1 if kind == BYTES or not field.shape else field.shape[0]
     if wanted is not None and (counts != wanted).any():
         index = int((counts != wanted).argmax())
-        raise BadObject(f"{run.name(index)}: feature {quoted(name)} has changed since it was looked at")
+        raise BadObject(f"{run.name(index)}: feature {quoted(name)} has changed since the file was listed")
     if kind == BYTES:
         return of_sizes(values, gathered.sizes())
     return values.reshape(len(counts), *field.sizes) if wanted is not None else of_sizes(values, counts, shapes=True)
@@ -211,9 +213,10 @@ def _runs(
     wanted: Collection[str] | None = None,
     places: list[tuple[int, int]] | None = None,
 ) -> Iterator[_Run]:
-    """The records of a file, parsed, in runs of about ``block_bytes``; ``places`` gets where each lies."""
+    """Yield the records of a file, parsed, in runs of about ``block_bytes``; ``places`` receives the bytes of each."""
     first = nbytes = 0
     examples: list[dict[str, Feature]] = []
+    # The file is closed at once if the consumer stops early, and not when the generator is collected.
     with closing(_records(file, places)) as records:
         for record in records:
             try:
@@ -230,14 +233,18 @@ def _runs(
 
 
 def _records(file: SourceFile, places: list[tuple[int, int]] | None) -> Generator[memoryview]:
-    """The bytes of each record, checked; ``places`` gets where each begins and ends, unless the file is packed. Raises
-    :class:`BadObject` naming the file and the record."""
+    """Yield the bytes of each record, checked; ``places`` receives where each begins and ends, unless the file is
+    compressed.
+
+    Raises :class:`BadObject` naming the file and the record.
+    """
     number = at = 0
     with reading(str(file)), file.stream() as raw:
         stored = left = file.size
         head = raw.read(_HEAD.size)
         raw.seek(0)
-        # A plain file may begin with the two bytes of gzip or zlib too, as a length; then its checksum holds.
+        # A plain file may begin with the two bytes of gzip or zlib too, as part of a length. Then the checksum of the
+        # length fits.
         plain = is_tfrecord(head) or not (head[:2] == _GZIP or _is_zlib(head))
         stream: IO[bytes] = raw
         if not plain:
@@ -247,12 +254,18 @@ def _records(file: SourceFile, places: list[tuple[int, int]] | None) -> Generato
             what = f"{file}: record {number}"
             size = _length(head)
             if size is None:
-                why = "is cut short" if len(head) < _HEAD.size else "has a damaged length, or the file is no TFRecord"
+                why = (
+                    "is cut short"
+                    if len(head) < _HEAD.size
+                    else "has a damaged length, or the file is not a TFRecord file"
+                )
                 raise BadObject(f"{what} {why}")
             whole = _HEAD.size + size + _CRC.size
             left -= whole
+            # Checked before memory is allocated: a length of up to 2**64 bytes may have a valid checksum.
             if plain and left < 0:
                 raise BadObject(f"{what} is cut short: its {size} bytes reach past the end of the file")
+            # In a compressed file the size of the file does not bound a record.
             check_allocation(what, size, stored=stored)
             data = memoryview(stream.read(size + _CRC.size))
             if len(data) < size + _CRC.size:
@@ -266,8 +279,10 @@ def _records(file: SourceFile, places: list[tuple[int, int]] | None) -> Generato
 
 
 def _is_zlib(head: bytes) -> bool:
-    """Whether bytes begin as RFC 1950 has it: deflate, a window of at most 32 KiB, no dictionary, a multiple of 31."""
+    """Return True if bytes begin a zlib stream by RFC 1950."""
     return (
+        # Deflate (8), a window of at most 32 KiB (7), no preset dictionary (bit 5), and a header that is a multiple of
+        # 31.
         len(head) > 1
         and head[0] & 15 == 8
         and head[0] >> 4 < 8
@@ -277,7 +292,8 @@ def _is_zlib(head: bytes) -> bool:
 
 
 class _Zlib(io.RawIOBase):
-    """What a zlib stream unpacks to. Raises as gzip does: ``zlib.error``, ``EOFError`` when its end is missing."""
+    """The unpacked bytes of a zlib stream. Raises as gzip does: ``zlib.error``, or ``EOFError`` when its end is
+    missing."""
 
     def __init__(self, packed: IO[bytes]) -> None:
         self._packed, self._inflate = packed, zlib.decompressobj()
@@ -288,6 +304,8 @@ class _Zlib(io.RawIOBase):
     def readinto(self, out: Any) -> int:
         data = b""
         while not data and not self._inflate.eof:
+            # Each call unpacks at most len(out) bytes, so a bomb does not fill the memory; the rest of the input waits
+            # in the tail.
             given = self._inflate.unconsumed_tail or self._packed.read(_PIECE)
             if not given:
                 raise EOFError("its zlib stream does not end")
@@ -297,7 +315,7 @@ class _Zlib(io.RawIOBase):
 
 
 def _length(head: bytes) -> int | None:
-    """The length of a record, out of the 12 bytes before it; None when they are not that."""
+    """Return the length of a record from the 12 bytes before it; None if they are not a length and its checksum."""
     if len(head) != _HEAD.size:
         return None
     size, crc = _HEAD.unpack(head)
@@ -305,7 +323,7 @@ def _length(head: bytes) -> int | None:
 
 
 def _masked(data: bytes | memoryview) -> int:
-    """CRC-32C, masked as TFRecord has it (tensorflow/core/lib/hash/crc32c.h)."""
+    """Return the CRC-32C, masked as TFRecord does (tensorflow/core/lib/hash/crc32c.h)."""
     import crc32c
 
     value = crc32c.crc32c(data)

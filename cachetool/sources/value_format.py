@@ -1,4 +1,4 @@
-"""``--value-format``: what bytes are that do not say it themselves, values of an LMDB file or objects of bytes.
+"""``--value-format``: the meaning of bytes that do not tell it themselves, in values of an LMDB file or in objects.
 
 ==================  ==================================================================================
 ``bytes``           bytes
@@ -7,8 +7,8 @@
 ``raw:DTYPE,SHAPE`` numbers as they lie in memory: ``raw:float32,3x64x64``
 ==================  ==================================================================================
 
-A folder of files each of which holds many samples of raw numbers is read by ``--read-as files``: rows of ``SHAPE``, one
-after another (:mod:`cachetool.sources.raw`), and so is a single file.
+A file that holds many samples of raw numbers, alone or in a folder with ``--read-as files``, is read as rows of
+``SHAPE``, one after another (:mod:`cachetool.sources.raw`).
 """
 
 from __future__ import annotations
@@ -24,40 +24,47 @@ from cachetool.core.schema import Field
 __all__ = ["VALUE", "check_value_format", "is_raw", "raw_array"]
 
 VALUE = "value"
-"""The field of a file that holds nothing else."""
+"""The name of the field of a file that has only one unnamed value a sample."""
 _RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 
 
 def is_raw(text: str | None) -> bool:
-    """Whether values are numbers as they lie in memory."""
+    """Return True if values are numbers as they lie in memory."""
     return text is not None and text.startswith("raw:")
 
 
 def check_value_format(text: str | None) -> tuple[Field, np.dtype[Any]] | None:
-    """The field that ``raw:DTYPE,SHAPE`` describes, and the dtype that its values lie in the file with: that of a field
-    is always little-endian. None for the other formats. Raises :class:`UsageError`."""
+    """Return the field that ``raw:DTYPE,SHAPE`` describes, and the dtype of its values in the file; None for other
+    formats.
+
+    Raises :class:`UsageError`.
+    """
     if text in (None, "bytes", "npy", "image"):
         return None
     match = _RAW.fullmatch(str(text))
     if match is None:
         raise UsageError(
-            f"unknown value format {text!r}; there are bytes, npy, image and raw:DTYPE,SHAPE (raw:float32,3x64x64)"
+            f"unknown --value-format {text!r}; choose one of bytes, npy, image, raw:DTYPE,SHAPE (raw:float32,3x64x64)"
         )
     shape = tuple(int(size) for size in re.split("[,x]", match.group(2))) if match.group(2) else ()
     field = Field(VALUE, match.group(1), shape)
+    # A file could hold any number of samples of no bytes.
     if field.nbytes == 0:
-        raise UsageError(f"--value-format {text} describes samples of no bytes; give sizes of at least 1")
+        raise UsageError(f"--value-format {text} describes samples of 0 bytes; give sizes of at least 1")
+    # Two dtypes, because a field's dtype is always little-endian and the file's may be big-endian.
     return field, np.dtype(match.group(1))
 
 
 def raw_array(text: str, data: memoryview) -> np.ndarray[Any, Any]:
-    """The numbers in one object, a view of it where they are little-endian. Raises :class:`BadObject` for another
-    size, with the reason alone."""
+    """Return the numbers in one object: a view of ``data`` if they are little-endian.
+
+    Raises :class:`BadObject` for another size, with the reason alone.
+    """
     described = check_value_format(text)
     assert described is not None
     field, dtype = described
     if len(data) != field.nbytes:
         count, over = divmod(len(data), field.nbytes)
-        more = f"; it may hold {count} samples: --read-as files takes each" if count > 1 and not over else ""
-        raise BadObject(f"it has {len(data)} bytes, and {text} is {field.nbytes}{more}")
+        more = f"; if it holds {count} samples, read them with --read-as files" if count > 1 and not over else ""
+        raise BadObject(f"it has {len(data)} bytes, but {text} needs {field.nbytes}{more}")
     return np.frombuffer(data, dtype=dtype).reshape(field.sizes).astype(field.numpy, copy=False)

@@ -1,16 +1,16 @@
 """Zarr v2 and v3, groups and single arrays, whose arrays hold one sample a row.
 
-Every array whose first dimension is the number of samples becomes a field, those in groups as ``group/name``; a single
-array is named after its folder. Chunks that are not there hold the array's fill value, as Zarr has it.
+Every array whose first dimension is the number of samples becomes a field; arrays in groups are named ``group/name``,
+and a single array is named after its folder. A missing chunk holds the array's fill value, as Zarr defines it.
 
-CF attributes of an array, as xarray writes them, say what its numbers stand for: :mod:`cachetool.sources.cf`.
+CF attributes of an array, as xarray writes them, give the meaning of its numbers: :mod:`cachetool.sources.cf`.
 
-The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
-metadata can ask for unpickle, also when they stand behind others or inside a shard.
+The metadata are read here first, and Zarr only gets arrays with known codecs. Other codecs that the metadata can name
+unpickle data, also if they stand behind other codecs or inside a shard.
 
-The codecs of Zarr in this process are made to distrust what they read (:func:`distrust_codecs`). As they come they make
-room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes its own length: behind
-a chunk that was cut it reads whatever lies there in memory, as values.
+The codecs of Zarr in this process are changed to check what they read (:func:`distrust_codecs`). Unchanged, they
+allocate whatever size a chunk states, or unpack without a limit. Blosc also believes its own length: after a chunk that
+was cut it returns whatever bytes follow in memory, as values.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class _Limit:
 
 
 def distrust_codecs(most: int) -> None:
-    """Have all codecs of this process refuse, from now on, a chunk of which more than ``most`` bytes come; of several
-    limits the highest holds."""
+    """Make all codecs of this process refuse a chunk that unpacks to more than ``most`` bytes. The highest limit
+    counts."""
+    # The codecs are shared by all arrays of the process, so a smaller array must not lower the limit of a larger one.
     _Limit.most = max(_Limit.most, most)
     _replace_all()
 
@@ -89,7 +90,7 @@ def _replace_all() -> None:
 
 
 def _believing(decode: Decode, claimed: Callable[[bytes, int], int]) -> Decode:
-    """``decode``, once what the chunk says of its size was looked at."""
+    """Return ``decode`` with a check of the size that the chunk states."""
 
     def checked(self: Any, buf: Any, out: Any = None) -> Any:
         chunk = np.frombuffer(buf, dtype=np.uint8)
@@ -100,7 +101,7 @@ def _believing(decode: Decode, claimed: Callable[[bytes, int], int]) -> Decode:
 
 
 def _unpacking(read: Callable[[Any, bytes, int], bytes]) -> Decode:
-    """A ``decode`` that stops one byte behind the limit."""
+    """Return a ``decode`` that stops one byte after the limit."""
 
     def checked(self: Any, buf: Any, out: Any = None) -> Any:
         data = read(self, np.frombuffer(buf, dtype=np.uint8).tobytes(), _Limit.most + 1)
@@ -112,10 +113,14 @@ def _unpacking(read: Callable[[Any, bytes, int], bytes]) -> Decode:
 
 def _check(nbytes: int) -> None:
     if nbytes > _Limit.most:
-        raise ValueError(f"a chunk unpacks to more than the {_Limit.most} bytes that it may have")
+        raise ValueError(f"a chunk decompresses to more than the {_Limit.most} bytes allowed")
 
 
 def _blosc_claims(head: bytes, stored: int) -> int:
+    """Return the unpacked bytes that a Blosc chunk states. Raises ValueError for a chunk of another length than it
+    states."""
+    # Blosc trusts the length in bytes 12 to 16 and reads past the end of a cut chunk: 2 of the first 6 cut files
+    # returned foreign memory as values.
     if len(head) < _BLOSC_HEAD or int.from_bytes(head[12:16], "little") != stored:
         raise ValueError("a Blosc chunk that is cut short or has a damaged length")
     return int.from_bytes(head[4:8], "little")
@@ -126,13 +131,15 @@ def _lz4_claims(head: bytes, stored: int) -> int:
 
 
 def _zstd_claims(head: bytes, stored: int) -> int:
-    """The size in the head of a frame (RFC 8878, 3.1.1.1); 0 where it is not said: the process's memory is limited."""
+    """Return the size in the header of a frame (RFC 8878, 3.1.1.1); 0 if the header does not state it."""
+    # A frame without a size is left to the memory limit of the process.
     if len(head) < 5 or not head.startswith(_ZSTD):
         return 0
     how = head[4]
     single = how >> 5 & 1
     size = (single, 2, 4, 8)[how >> 6]
     at = 5 + (1 - single) + (0, 1, 2, 4)[how & 3]
+    # RFC 8878 adds 256 to sizes of two bytes.
     return int.from_bytes(head[at : at + size], "little") + (256 if size == 2 else 0)
 
 
@@ -143,6 +150,7 @@ def _gunzip(codec: Any, data: bytes, most: int) -> bytes:
 def _inflate(codec: Any, data: bytes, most: int) -> bytes:
     stream = zlib.decompressobj()
     inflated = stream.decompress(data, most)
+    # zlib.decompressobj returns what it has of a cut stream without an error.
     if not stream.eof and len(inflated) < most:
         raise ValueError("a chunk that is cut short")
     return inflated
@@ -159,11 +167,12 @@ def _unlzma(codec: Any, data: bytes, most: int) -> bytes:
 MAX_ARRAYS = 2000
 _MAX_DEPTH = 32
 _LENGTH = 4
-"""Bytes before each text of differing size."""
+"""Bytes in front of each text of variable length."""
 _MAX_METADATA = 16 * 2**20
 _WIDEST = 16
+"""Ratio of the widest stored number (16 bytes) to the narrowest (1 byte)."""
 _ASIDE = 2**20
-"""Bytes of checksums and of the index of a shard."""
+"""Bytes allowed for checksums and the index of a shard."""
 
 _COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 _CHECKSUMS = frozenset({"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"})
@@ -176,7 +185,7 @@ Array = npt.NDArray[Any]
 
 
 def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array."""
+    """Return the arrays of one Zarr folder. Raises :class:`BadObject` naming the folder and the array."""
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
     slabs: list[Slab] = []
@@ -203,6 +212,7 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
             columns.append(column)
 
     for slab in slabs:
+        # All arrays of the file together may keep 256 MiB of rows.
         slab.share(len(slabs))
 
     def close() -> None:
@@ -217,7 +227,7 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
 
 
 def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[tuple[str, _Folder, dict[str, Any]]]:
-    """All arrays below ``root``, whose metadata are ``about``: name, folder and metadata."""
+    """Yield name, folder and metadata of all arrays below ``root``, whose metadata are ``about``."""
     folders = [("", root)]
     count = 0
     while folders:
@@ -232,13 +242,17 @@ def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[
             yield name or path.name.name.removesuffix(".zarr"), folder, metadata
             continue
         if name.count("/") >= _MAX_DEPTH:
-            raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(name)}")
+            raise BadObject(f"{path}: groups are nested more than {_MAX_DEPTH} deep at {quoted(name)}")
         with reading(f"{path}: group {quoted(name)}"):
             folders += [(f"{name}/{entry}" if name else entry, folder.below(entry)) for entry in folder.folders()]
 
 
 def _metadata(where: str, folder: _Folder) -> dict[str, Any] | None:
-    """What ``zarr.json`` or ``.zarray`` says; without ``shape`` for a group; None for a folder that is neither."""
+    """Return the contents of ``zarr.json`` or ``.zarray``, or of ``.zgroup``; None for a folder that is neither array
+    nor group.
+
+    A group has no ``shape``.
+    """
     for name in ("zarr.json", ".zarray", ".zgroup"):
         file = f"{where}/{name}"
         with reading(file):
@@ -248,6 +262,7 @@ def _metadata(where: str, folder: _Folder) -> dict[str, Any] | None:
             metadata = json.loads(raw)
             if not isinstance(metadata, dict) or metadata.get("zarr_format") not in (2, 3):
                 raise BadObject(f"{file}: not the metadata of Zarr v2 or v3")
+            # Metadata that contradict themselves would be read as one thing here and as another by zarr.
             is_array = name == ".zarray" or (name == "zarr.json" and metadata.get("node_type") == "array")
             if is_array != ("shape" in metadata):
                 raise BadObject(f"{file}: not the metadata of an array or a group")
@@ -256,7 +271,7 @@ def _metadata(where: str, folder: _Folder) -> dict[str, Any] | None:
 
 
 def _unknown_codec(metadata: dict[str, Any]) -> str | None:
-    """The first codec of an array that is not known to be harmless."""
+    """Return the first codec of an array that is not known to be harmless; None if all are known."""
     if metadata["zarr_format"] == 2:
         codecs: Any = [metadata.get("compressor"), *(metadata.get("filters") or [])]
     else:
@@ -268,6 +283,7 @@ def _unknown_codec(metadata: dict[str, Any]) -> str | None:
             continue
         settings = codec if isinstance(codec, dict) else {"name": codec}
         name = settings.get("id", settings.get("name"))
+        # A codec that unpickles may also hide inside a shard's configuration.
         if name == "sharding_indexed":
             inner = settings.get("configuration")
             for key in ("codecs", "index_codecs"):
@@ -281,35 +297,39 @@ def _unknown_codec(metadata: dict[str, Any]) -> str | None:
 def _column(
     path: SourceFile, name: str, folder: _Folder, metadata: dict[str, Any], slabs: list[Slab]
 ) -> StoredColumn | str:
-    """The array as a candidate for a field, or why it cannot be one."""
+    """Return the array as a candidate for a field, or the reason why it cannot be one."""
+    # Imported only for an array that is read, because it takes 0.25 s.
     import zarr
 
     stored = path.size
     if (unknown := _ML_DTYPE.fullmatch(str(metadata.get("data_type")))) is not None:
         plain = "uint16" if unknown[0] == "bfloat16" else "uint8"
         return (
-            f"of the data type {unknown[0]}, which NumPy does not have; its bits come as numbers where its zarr.json"
-            f" says data_type {plain!r} and fill_value 0"
+            f"of the data type {unknown[0]}, which NumPy does not have; to read its bits as numbers, set data_type to"
+            f" {plain!r} and fill_value to 0 in its zarr.json"
         )
+    # Replaces the codecs before zarr opens the array. The limit follows when the size of a chunk is known.
     distrust_codecs(0)
     array = zarr.open_array(folder.store(), mode="r", zarr_format=metadata["zarr_format"])
     dtype = array.dtype
     chunk = math.prod(array.shards or array.chunks) * dtype.itemsize
     check_allocation(f"{path}: a chunk of {quoted(name)}", chunk, stored=stored)
-    # What lies in the file may be of wider numbers than those that come out; texts have any length.
+    # Numbers may be stored wider than they come out, and texts have any length, so the limit is larger than a chunk.
     distrust_codecs(allowed(stored) if dtype.kind in "TO" else _WIDEST * chunk + _ASIDE)
 
     def rows(start: int, stop: int) -> Array:
         return np.asarray(array[start:stop]) if array.shape else np.asarray(array[()])[None]
 
-    if dtype.kind in "TOSU":  # O: bytes of differing size; text of differing size is T
+    # O: bytes of variable length. T: text of variable length.
+    if dtype.kind in "TOSU":
         return f"texts in {len(array.shape)} dimensions" if len(array.shape) > 1 else _text(name, array, rows, stored)
     try:
         little = storage_dtype(dtype)
     except UsageError as error:
         return str(error)
     row = math.prod(array.shape[1:]) * dtype.itemsize
-    length, chunk_rows = _length(array), max(1, *array.chunks[:1], 0)  # it may be 0 where there are no values
+    # The chunk of a dimension may be 0 in an array without values.
+    length, chunk_rows = _length(array), max(1, *array.chunks[:1], 0)
 
     def fetch(start: int, stop: int) -> Array:
         return np.ascontiguousarray(rows(start, stop), dtype=little)
@@ -324,6 +344,7 @@ def _column(
         slab.read,
         piece=chunk,
         chunk=chunk_rows,
+        # Several chunks of a shard lie in one object, so a chunk has no key of its own to fetch.
         parts=None if array.shards else lambda: _parts(folder, array),
         once=fetch,
         packing=packing_of(_attributes(folder, metadata), little),
@@ -331,13 +352,12 @@ def _column(
 
 
 def _length(array: Any) -> int:
-    """Rows; a single value is its own row 0."""
+    """Return the number of rows; a single value is its own row 0."""
     return int(array.shape[0]) if array.shape else 1
 
 
 def _attributes(folder: _Folder, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of an array. Of version 2 the fill value of the array is that of its values where xarray wrote it,
-    which names the dimensions; others set one for chunks that are not there."""
+    """Return the attributes of an array."""
     if metadata["zarr_format"] == 3:
         attributes = metadata.get("attributes")
         return attributes if isinstance(attributes, dict) else {}
@@ -345,13 +365,15 @@ def _attributes(folder: _Folder, metadata: dict[str, Any]) -> dict[str, Any]:
     attributes = None if raw is None else json.loads(raw)
     if not isinstance(attributes, dict):
         return {}
+    # In version 2 xarray stores the CF fill value as the array's fill_value. Its _ARRAY_DIMENSIONS show that xarray
+    # wrote the array; other programs set fill_value for missing chunks only.
     if "_ARRAY_DIMENSIONS" in attributes and metadata.get("fill_value") is not None:
         return {"_FillValue": metadata["fill_value"], **attributes}
     return attributes
 
 
 def _parts(folder: _Folder, array: Any) -> Iterator[Part]:
-    """The keys of all chunks, also of those that were never written."""
+    """Yield the keys of all chunks, including those that were never written."""
     counts = [-(-size // max(1, chunk)) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for at in itertools.product(*map(range, counts)):
         yield at[0] * array.chunks[0] if at else 0, 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
@@ -374,37 +396,39 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
 
 
 class _Folder:
-    """A folder of a Zarr, wherever it lies: objects whose keys begin with ``prefix``."""
+    """A folder of a Zarr in any store: the objects whose keys begin with ``prefix``."""
 
     def __init__(self, ranges: Ranges, prefix: str, folders: Iterable[str]) -> None:
         """``folders``: all folders below the root that hold metadata, each ending in ``/``."""
         self._ranges, self.prefix, self._folders = ranges, prefix, tuple(folders)
 
     def metadata(self, name: str) -> bytes | None:
-        """The bytes of a file of metadata, at most 16 MiB; None when it is not there."""
+        """Return the bytes of a file of metadata, at most 16 MiB; None when it does not exist."""
         key = self.prefix + name
         size = self._ranges.size(key)
         if size is not None and size > _MAX_METADATA:
-            raise BadObject(f"{key}: metadata of {size} bytes")
+            raise BadObject(f"{key}: its {size} bytes are too many for metadata")
         body = None if size is None else self._ranges.object(key)
         return None if body is None else bytes(body)
 
     def folders(self) -> Iterator[str]:
-        """Folders that hold metadata, or others that do, in order of their names."""
+        """Return the folders that hold metadata, directly or below, in order of their names."""
         start = len(self.prefix)
         names = {folder[start:].partition("/")[0] for folder in self._folders if folder.startswith(self.prefix)}
         return iter(sorted(names - {""}))
 
     def below(self, name: str) -> _Folder:
-        """One of them."""
+        """Return a folder inside this one."""
         return _Folder(self._ranges, f"{self.prefix}{name}/", self._folders)
 
     def store(self) -> Store:
-        """What zarr reads."""
+        """Return the store that zarr reads."""
         return _Store(self._ranges, self.prefix)
 
 
 class _Store(Store):
+    """A read-only Zarr store over the ranges that the worker serves."""
+
     supports_writes = supports_deletes = supports_listing = False
 
     def __init__(self, ranges: Ranges, prefix: str) -> None:
@@ -419,8 +443,10 @@ class _Store(Store):
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         import asyncio
 
+        # Reading blocks on a socket. A thread keeps zarr's event loop free, so several chunks are asked for at once.
         data = await asyncio.to_thread(self._read, self._prefix + key, byte_range)
-        if data is not None and not data:  # zarr takes an empty shard for one of fill values
+        # zarr reads an empty shard as fill values, which would hide a cut file.
+        if data is not None and not data:
             raise ValueError(f"{key} is empty")
         return None if data is None else prototype.buffer.from_bytes(bytes(data))
 

@@ -1,4 +1,4 @@
-"""Remote bytes by key, under one URL: local folders, object stores, HTTP servers."""
+"""Stores: remote bytes by key, under one URL. Local folders, object stores, web servers and SFTP."""
 
 from cachetool.stores.base import Limits, Object, OrderedStore, Store
 from cachetool.stores.redact import canonical, redact, scrub, split_url

@@ -1,7 +1,8 @@
-"""What a store is: remote bytes by key, under one URL.
+"""Protocols and checks that all stores share. A store holds remote bytes by key, under one URL.
 
-Keys are relative to the store's URL, with ``/`` between parts, and are only ever used as names: no key becomes a local
-path. Store objects are used by many threads of one process at once, and never in a forked child.
+A key is relative to the store's URL, with ``/`` between its parts. A key is only a name: no key of a remote store
+becomes a local path. Many threads of one process use a store at once. A forked child never uses the store of its
+parent.
 """
 
 from __future__ import annotations
@@ -41,50 +42,67 @@ __all__ = [
 ]
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
-"""Names that begin with a dot and yet are no hidden ones."""
+"""Names of Zarr metadata that begin with a dot and still count as visible."""
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 HTTP_SCHEMES = ("http", "https")
+# Defined here and not in stores/registry.py: stores/other.py names the schemes in its messages, and the registry
+# imports stores/other.py. The import would be a circle.
 SCHEMES = ("file", *OBJECT_SCHEMES, *HTTP_SCHEMES, "hf", "sftp")
-"""Schemes that this package serves itself; any other is tried with fsspec."""
+"""Schemes that this package serves itself. Any other scheme is tried with fsspec."""
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Numbers of an OSError that say what the machine lacks, and nothing about the file it met."""
+"""Error numbers of an OSError that say what the machine lacks. They say nothing about the file that was opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """One remote object as the listing names it."""
+    """One remote object, as a listing names it.
+
+    Example:
+        >>> Object("train/000001.npy", 3072, "9b2cf535f27731c9")
+        Object(key='train/000001.npy', size=3072, etag='9b2cf535f27731c9')
+    """
 
     key: str
-    """Relative to the store's URL; bytes that are not UTF-8 as surrogates, as :func:`os.fsdecode` has them."""
+    """The name, relative to the store's URL. Bytes that are not UTF-8 become surrogates, as in :func:`os.fsdecode`."""
     size: int
-    """Bytes; -1 where the listing does not say (plain HTTP indexes)."""
+    """Size in bytes; -1 if the listing does not say it (plain HTTP indexes)."""
     etag: str | None = None
-    """The store's identity of this content, without quotes; None where it has none."""
+    """The store's identity of this content, without quotes; None if the store has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a store is waited for, in seconds.
+    """Seconds that a store is waited for, and the least speed of a transfer.
 
-    With the defaults a store that cannot be reached, or accepts and says nothing, is given up within 30 s.
+    With the defaults, a store is given up within 30 s if it cannot be reached, or accepts a connection and sends
+    nothing.
+
+    Raises:
+        UsageError: If a limit is not above 0.
+
+    Example:
+        >>> Limits(retry=60.0).retry
+        60.0
     """
 
     connect: float = 5.0
-    """Until a connection stands."""
+    """Seconds until a connection is established."""
     silence: float = 8.0
-    """Without a single byte: the attempt is given up."""
+    """Seconds without a single byte, after which an attempt is given up."""
     listing: float = 25.0
-    """The same for a page of an object store's listing, which some servers take long to put together."""
+    """Seconds without a byte of a page of an object store's listing: some servers need long to make a page."""
     page: float = 600.0
-    """For 1,000 more keys of an object store's listing or its end, in however many answers; many may be empty."""
+    """Seconds for 1,000 more keys of an object store's listing, or for its end. Many answers may be empty."""
+    # The last attempt may begin just before these 18 s are over. It then lasts up to `connect` or `silence`, so a store
+    # that says nothing is given up within 30 s.
     retry: float = 18.0
-    """After the first attempt: no further attempt begins, unless the server itself asked to wait."""
+    """Seconds after the first attempt, after which no further attempt begins. A server may ask to wait longer."""
     throttle: float = 600.0
-    """In all, when the server answers "slow down"."""
+    """Seconds in all that a request is repeated while the server answers "slow down"."""
     min_rate: float = 1024.0
-    """Bytes a second that a transfer must reach..."""
+    """Bytes a second that a transfer must reach after :attr:`grace` seconds."""
     grace: float = 30.0
-    """...once it has run for so long."""
+    """Seconds that a transfer may run before :attr:`min_rate` applies."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -93,33 +111,40 @@ class Limits:
 
 
 KEY_BYTES = 4096
-"""A key, or an ETag, is at most so long: what a path may have; the clouds end at 1,024."""
+"""Most bytes of a key or of an ETag: the longest path that Linux takes. The clouds end at 1,024."""
 LARGEST = 2**48
-"""Bytes of an object are less; the largest that a cloud takes has 190 TiB."""
+"""Limit of an object's size in bytes; every object is smaller. The largest object of any cloud has 190 TiB."""
 
 CHANGED = (
-    "\nlist objects again with --refresh, draw changed files into another --dataset, or leave out with --on-error skip"
+    "\nlist the source again with --refresh, pull the changed files into another --dataset,"
+    " or leave them out with --on-error skip"
 )
-"""What to do about an object that is not the listed one."""
+"""Advice for an object that is not the listed one."""
 
 MAX_NAMED = 100
-"""Names that :class:`LeftOut` keeps; more are counted."""
+"""Most names that :class:`LeftOut` keeps; further names are only counted."""
 
 
 class LeftOut(Counter[str]):
-    """What a listing passed over, ``{"reason": count}``; the first of those that a user may miss also by name."""
+    """Objects that a listing passed over: ``{"reason": count}``, and the names of the first ones that a user may miss.
+
+    Args:
+        counts: Count of objects by reason.
+        named: Pairs of name and reason, as another :class:`LeftOut` has them after a trip through JSON.
+        more: Number of objects that were counted but not named.
+    """
 
     def __init__(
         self, counts: Mapping[str, int] = MappingProxyType({}), named: Iterable[Sequence[str]] = (), more: int = 0
     ) -> None:
-        """``named`` and ``more`` are those of another one, as JSON has them."""
         super().__init__(counts)
         self.named = [(str(name), str(why)) for name, why in named]
         self.more = more
 
     def add(self, key: str, reason: str, why: str) -> None:
-        """Count ``key`` for its reason, and name it; ``why`` says it of one, with what to do."""
+        """Count ``key`` under ``reason``, and keep its name. ``why`` is the reason for one object, with what to do."""
         self[reason] += 1
+        # The key comes from a remote listing. Its control characters must not reach the user's terminal.
         self._name(printable(key), why)
 
     def _name(self, name: str, why: str) -> None:
@@ -129,7 +154,8 @@ class LeftOut(Counter[str]):
             self.more += 1
 
     def joined(self, others: Mapping[str, int]) -> Self:
-        """This one, with those that another one has."""
+        """Add the counts and names of ``others`` to this one, and return this one."""
+        # Counter.update adds the counts; it does not replace them as dict.update does.
         self.update(others)
         if isinstance(others, LeftOut):
             self.more += others.more
@@ -138,147 +164,236 @@ class LeftOut(Counter[str]):
         return self
 
     def listed(self) -> tuple[tuple[str, str], ...]:
-        """Names and why, with a last line for those that are only counted."""
+        """Return pairs of name and reason. A last pair counts the objects without a name."""
         return (*self.named, ("...", f"and {self.more} more")) if self.more else tuple(self.named)
 
 
 Batch = list[Object]
 Pages = Iterator[Batch]
-"""A listing as it arrives."""
+"""A listing as it arrives: batches of objects."""
 
 
 class Store(Protocol):
-    """Remote bytes by key."""
+    """Remote bytes by key. A class that has these members is a store; no base class is needed.
+
+    Many threads call the methods at once.
+
+    Example:
+        >>> def total_bytes(store: Store) -> int:
+        ...     return sum(len(store.get(item)) for page in store.list() for item in page)
+    """
 
     url: str
-    """The place, without user info and query: fit to be shown and stored."""
+    """The URL without user info and query: safe to show and to store."""
     concurrency: int
-    """How many requests in flight at once serve this store well."""
+    """Number of requests in flight at once that serve this store well."""
 
     def list(self) -> Pages:
-        """All objects, in batches, in no promised order; "folders" (keys ending in ``/``) left out.
+        """Yield all objects, in batches, in no promised order. "Folders" (keys that end in ``/``) are left out.
 
-        Raises :class:`NotFound` when the bucket or folder does not exist, :class:`AccessDenied`, :class:`Unreachable`.
+        Returns:
+            An iterator over lists of :class:`Object`. A list may be empty.
+
+        Raises:
+            NotFound: If the bucket or folder does not exist.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
         """
         ...
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What the last finished :meth:`list` passed over, as ``{"reason": count}``; :class:`LeftOut` has names too."""
+        """Counts of the objects that the last finished :meth:`list` passed over: ``{"reason": count}``.
+
+        A :class:`LeftOut` also has names.
+        """
         ...
 
     def find(self, key: str) -> Object:
-        """One object by its key, as a listing would name it; where the listing has no size or ETag, what the object's
-        own answer tells.
+        """Return one object by its key, as a listing would name it.
 
-        Raises :class:`NotFound` naming the key, :class:`AccessDenied`, :class:`Unreachable`.
+        If the listing has no size or ETag, both come from the server's answer for this object.
+
+        Args:
+            key: The name, relative to the store's URL.
+
+        Returns:
+            The object with its present size and ETag.
+
+        Raises:
+            NotFound: If there is no such object. The message names the key.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
         """
         ...
 
     def get(self, item: Object) -> memoryview:
-        """The whole object, read-only. Its length and, where known, its ETag are those of ``item``.
+        """Return the whole object.
 
-        Raises :class:`BadObject` when they are not, :class:`NotFound`, :class:`AccessDenied`, :class:`Unreachable`.
+        Args:
+            item: The object as it was listed. Its size and its ETag, where known, are compared with the answer.
+
+        Returns:
+            All bytes, read-only.
+
+        Raises:
+            BadObject: If size or ETag differ from those of ``item``.
+            NotFound: If the object is gone.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
         """
         ...
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
-        """``length`` bytes from ``start``; errors as for :meth:`get`, also when the object is shorter."""
+        """Return a part of an object.
+
+        Args:
+            item: The object as it was listed.
+            start: Offset of the first byte.
+            length: Number of bytes.
+
+        Returns:
+            Exactly ``length`` bytes, read-only.
+
+        Raises:
+            BadObject: If the object is shorter than asked for, or size or ETag differ from those of ``item``.
+            NotFound: If the object is gone.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of connections. May be called twice."""
+        """Close all connections. May be called twice."""
         ...
 
 
 @runtime_checkable
 class Telling(Protocol):
-    """An optional power: stores whose answers tell which content they are of, although the listing does not."""
+    """A store whose answers name the content (an ETag), although its listing does not. An optional protocol."""
 
     def seen(self) -> Mapping[str, str]:
-        """The ETag that parts of objects had so far, by key; of those asked for last."""
+        """Return the ETag by key that parts of objects had so far. Only the objects asked for last are kept."""
         ...
 
 
 @runtime_checkable
 class Opening(Protocol):
-    """An optional power: stores of this machine, whose files are opened once and read here and there."""
+    """A store of this machine, whose files are opened once and then read from several places. An optional protocol."""
 
     def opened(self, item: Object) -> io.RawIOBase:
-        """The object as a file. Opening and reading raise what :meth:`Store.get` raises."""
+        """Return the object as an open file. Opening and reading raise the errors of :meth:`Store.get`."""
         ...
 
 
 @runtime_checkable
 class OrderedStore(Store, Protocol):
-    """A store that lists in the order of its keys, as bytes."""
+    """A store that lists its keys in ascending order of their bytes. An optional protocol.
+
+    Listings of such a store can continue after a key, and several ranges of keys can be listed at once.
+
+    Example:
+        >>> def keys_after(store: OrderedStore, key: str) -> list[str]:
+        ...     return [item.key for page in store.list_after(key) for item in page]
+    """
 
     def place(self) -> str:
-        """The server, the place there, and which of its keys are left out: tells this list from all others."""
+        """Return a text that tells this listing from all others.
+
+        Returns:
+            The server, the place there, and which of its keys are left out.
+        """
         ...
 
     def list_after(self, key: str | None, upto: str | None = None) -> Pages:
-        """All objects behind ``key`` (None: all), up to and with ``upto``, ascending; otherwise as :meth:`list`. What
-        is passed over is in :attr:`left_out` page by page."""
+        """Yield the objects with a key above ``key``, ascending.
+
+        :attr:`Store.left_out` grows page by page meanwhile.
+
+        Args:
+            key: The listing begins behind this key. None: list from the beginning.
+            upto: Last key of the listing, itself included. None: list to the end.
+
+        Returns:
+            An iterator over lists of :class:`Object`.
+
+        Raises:
+            NotFound: If the bucket does not exist.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
+        """
         ...
 
     def folders(self, folder: str) -> Sequence[str]:
-        """Names of the folders right below one (``""``: the place itself), without a ``/`` at the end; none where the
-        store does not say it soon."""
+        """Return the folders directly below ``folder``.
+
+        Args:
+            folder: A folder's key; ``""`` is the store's own place.
+
+        Returns:
+            Names without a ``/`` at the end. Empty if the store does not answer soon.
+        """
         ...
 
 
 def check_identity(item: Object, *, size: int | None, etag: str | None) -> None:
-    """Refuse an object that is not the one listed, by the size and ETag the store now tells (None: it tells none).
+    """Raise :class:`BadObject` if an object is not the listed one. The message names the key.
 
-    Raises :class:`BadObject` naming the key.
+    ``size`` and ``etag`` are what the store says now; None if it does not say.
     """
     if size is not None and item.size >= 0 and size != item.size:
         raise BadObject(f"{item.key!r} changed since it was listed ({size} bytes instead of {item.size});{CHANGED}")
+    # Every answer is compared; no request sends If-Match. If-Match would only save the transfer of a changed object,
+    # and servers quote its value differently.
     if item.etag is not None and etag is not None and etag != item.etag:
-        raise BadObject(f"{item.key!r} changed since it was listed (another ETag, or another time);{CHANGED}")
+        raise BadObject(f"{item.key!r} changed since it was listed (another ETag or modification time);{CHANGED}")
 
 
 def check_length(item: Object, *, got: int, want: int) -> None:
-    """Refuse a body of ``got`` bytes where ``want`` were promised. Raises :class:`BadObject` naming the key."""
+    """Raise :class:`BadObject`, naming the key, if a body has ``got`` bytes instead of ``want``."""
     if got != want:
         raise BadObject(f"{item.key!r}: {got} bytes came instead of {want}")
 
 
 def refuse_encoded(what: str, encoding: str | None) -> None:
-    """Raise :class:`BadObject` for an object ``what`` whose bytes are packed, as its ``Content-Encoding`` says: sizes,
-    ranges and ETags are those of the packed bytes."""
+    """Raise :class:`BadObject` if the ``Content-Encoding`` of the object ``what`` says that its bytes are packed.
+
+    Sizes, ranges and ETags would be those of the packed bytes.
+    """
     if packed := {word.strip().lower() for word in (encoding or "").split(",")} - _UNPACKED:
         raise BadObject(
-            f"{what} comes with Content-Encoding: {printable(', '.join(sorted(packed)))[:40]}, which is not unpacked"
-            " here: copy such objects to a folder and unpack them there"
+            f"{what} has Content-Encoding: {printable(', '.join(sorted(packed)))[:40]}, which cachetool cannot unpack;"
+            " copy such objects to a folder and unpack them there"
         )
 
 
 _UNPACKED = frozenset({"", "identity", "aws-chunked"})
-"""Encodings that leave the bytes as they are; the last one is what some clients of S3 leave behind."""
+"""Encodings that leave the bytes unchanged. Some clients of S3 leave ``aws-chunked`` at a stored object."""
 
 
 def check_listed(item: Object, url: str) -> None:
-    """Raise :class:`BadObject` for what no store can mean: the listing of ``url`` may say anything."""
+    """Raise :class:`BadObject` for a key, size or ETag that no store can mean. The listing of ``url`` may say
+    anything."""
     why = ""
     try:
+        # Names that are not UTF-8 carry their bytes as surrogates, which surrogateescape turns back. Any other half of
+        # a surrogate pair has no bytes, so a listing with it could not be written to the disk.
         key, etag = item.key.encode("utf-8", "surrogateescape"), (item.etag or "").encode("utf-8", "surrogateescape")
         if (longest := max(len(key), len(etag))) > KEY_BYTES:
-            why = f", or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken"
+            why = f" or its ETag has {longest} bytes; at most {KEY_BYTES} are allowed"
         elif not -1 <= item.size < LARGEST:
-            why = f" is said to have {item.size} bytes"
+            why = f" has an impossible size: {item.size} bytes"
     except UnicodeEncodeError:
-        why = ", or its ETag, is no text: it has half of a surrogate pair"
+        why = " or its ETag is not valid Unicode: it has half of a surrogate pair"
     if why:
         raise BadObject(f"{url}: the listed key {printable(item.key[:80])!r}{why};{_LEAVE_OUT}")
 
 
-_LEAVE_OUT = "\nleave such objects out, by name, with --on-error skip"
+_LEAVE_OUT = "\nleave such objects out with --on-error skip (it names them)"
 
 
 class StoreAround:
-    """A store that passes to another one what it does not do itself; a base for limits and caches of bodies."""
+    """A store that passes calls on to another store. Base class of stores that limit or cache bodies."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -286,17 +401,17 @@ class StoreAround:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """See :class:`Store`."""
+        """Counts of the wrapped store; see :class:`Store`."""
         return self._store.left_out
 
     def list(self) -> Pages:
-        """See :class:`Store`."""
+        """Yield the pages of the wrapped store; see :class:`Store`."""
         return self._store.list()
 
     def find(self, key: str) -> Object:
-        """See :class:`Store`."""
+        """Return an object of the wrapped store; see :class:`Store`."""
         return self._store.find(key)
 
     def close(self) -> None:
-        """See :class:`Store`."""
+        """Close the wrapped store; see :class:`Store`."""
         self._store.close()

@@ -1,10 +1,13 @@
-"""obstore in this process: its runtime, and bounds on memory and time for its answers.
+"""Bounds on the memory and time of obstore's answers, and the start of obstore's runtime in this process.
 
-obstore holds a page of a list and the page of an error in memory, whatever its size, and follows empty pages for ever.
-Neither can be seen from outside, and its calls do not return early. So pages of lists and large objects are awaited in
-an event loop, and are cancelled when they take too much; obstore then closes the connection. Small objects do without
-the loop, which costs as much as such a request: while one is waited for a thread looks at the memory, and shuts the
-connections down. Memory is counted for the whole process: processes that use a store do little else.
+obstore holds a page of a listing and the page of an error in memory, whatever their size, and it follows empty pages
+for ever. Its synchronous calls do not return early.
+
+Pages of listings and large objects are therefore awaited in an event loop, and cancelled when they take too much;
+obstore then closes the connection. Small objects do without the loop, which would cost as much as such a request. A
+thread watches the memory meanwhile, and shuts the connections down.
+
+Memory is counted for the whole process, because a process that uses a store does little else.
 """
 
 from __future__ import annotations
@@ -37,15 +40,17 @@ __all__ = [
 ]
 
 KEYS = 1000
-"""Keys of a page that is awaited."""
+"""Number of keys in a page that is awaited."""
+# obstore's own thread puts the pieces of such an object together. Handing each piece to Python costs more: 12.2 instead
+# of 9.9 ms of processor for 16 MiB. A smaller object costs less without the event loop.
 LARGE = 2**20
-"""Bytes from which on an object is awaited: obstore's thread puts its pieces together, which costs less than to hand
-over each of them."""
+"""Least bytes of an object that is awaited."""
+# A server that names all of 600,000 keys in one answer of 133 MiB takes 280 MiB, and must still work.
 PAGE_MEMORY = 2**29
-"""Bytes by which the process may grow during one page. A server that names all of 600,000 keys in one answer of 133 MiB
-takes 280 MiB."""
+"""Most bytes by which the process may grow during one page."""
+# Over loopback 30 MiB arrive between two looks, far less than the limit.
 _LOOK = 0.05
-"""Seconds between two looks at the memory. Over loopback 30 MiB come meanwhile."""
+"""Seconds between two looks at the memory."""
 
 _DO = "check the endpoint, or list fewer objects by a longer prefix"
 
@@ -55,64 +60,72 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _watch: threading.Thread | None = None
 _size = 0
-"""Bytes of this process when the watching thread looked last."""
+"""Bytes of this process at the last look of the watching thread."""
 _waiting: dict[int, int] = {}
-"""Bytes of this process when a thread began to wait for obstore, by thread."""
+"""Bytes of this process at the moment when a thread began to wait for obstore, by thread."""
 _ports: set[int] = set()
-"""Of the servers that are waited for so."""
+"""Ports of the servers that are used under a :class:`Watched`."""
 
 
 class TooMuch(OSError):
-    """An answer takes too much memory, or too long."""
+    """An answer took more than ``memory`` bytes of memory, or more than ``seconds``. One of both is given."""
+
+    def __init__(self, *, memory: int | None = None, seconds: float | None = None) -> None:
+        limit = f"{seconds:g} s" if memory is None else f"{memory / 2**20:.0f} MiB of memory"
+        super().__init__(f"the answer takes more than {limit}")
+        self.memory, self.seconds = memory, seconds
 
 
 def begin() -> None:
-    """Make the process ready for obstore. Raises :class:`CacheToolError` in a forked child."""
+    """Prepare the process for obstore. Raise :class:`CacheToolError` in a forked child."""
     global _pid
     refuse_fork()
+    # Its runtime has a thread for each core by default, and these hand small requests to and fro. With one thread
+    # objects of 64 KiB take half of the processor time.
     _pid = os.getpid()
-    # Its runtime has a thread for each core, which hand small requests to and fro: one thread takes half of the
-    # processor time for objects of 64 KiB. Bodies of small objects are put together in the threads that ask for them.
     os.environ.setdefault("TOKIO_WORKER_THREADS", "1")
 
 
 def refuse_fork() -> None:
-    """Raise :class:`CacheToolError` in a child whose parent used obstore: its runtime does not survive a fork."""
+    """Raise :class:`CacheToolError` in a child whose parent used obstore."""
+    # The threads of obstore's runtime do not exist in a forked child, where each call would wait for them for ever
+    # (developmentseed/obstore#441).
     if _pid not in (None, os.getpid()):
         raise CacheToolError(
-            "an object store cannot be used in a forked child, where its client hangs; start the process with 'spawn'"
+            "a remote store cannot be used in a forked process, because its client would hang;"
+            " start the process with 'spawn'"
         )
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What obstore raises: its own classes, and built-in ones for missing objects and for options it cannot use."""
+    """Return the classes of obstore's errors: its own, and built-in ones for missing objects and unusable options."""
     from obstore.exceptions import BaseError
 
     return BaseError, OSError, ValueError, TypeError
 
 
 def bounded_pages(stream: AsyncIterator[Any], place: str, limits: Limits) -> Iterator[Any]:
-    """The pages of a listing in chunks of :data:`KEYS` keys; ``place`` is the store's URL as it may be shown.
+    """Yield the pages of a listing in chunks of :data:`KEYS` keys. ``place`` is the store's URL as it may be shown.
 
-    Raises :class:`SourceError` for a page that takes more than :data:`PAGE_MEMORY` or ``limits.page``, and what the
-    stream raises.
+    Raises:
+        SourceError: If a page takes more than :data:`PAGE_MEMORY` bytes or ``limits.page`` seconds.
+        Exception: Any error of the stream itself.
     """
 
     async def following() -> Any:
+        # anext() needs a coroutine of its own: run_coroutine_threadsafe() takes no other awaitable.
         return await anext(stream, None)
 
     while True:
-        began = time.monotonic()
         try:
             page = awaited(following(), memory=PAGE_MEMORY, seconds=limits.page)
-        except TooMuch:
-            if time.monotonic() - began < limits.page:
-                most = f"{PAGE_MEMORY >> 20} MiB of memory"
-                raise SourceError(
-                    f"{place}: one answer with a part of the list takes more than {most};\n{_DO}"
-                ) from None
+        except TooMuch as error:
+            if error.memory is not None:
+                most = f"{error.memory >> 20} MiB of memory"
+                raise SourceError(f"{place}: one page of the listing takes more than {most};\n{_DO}") from None
             raise SourceError(
-                f"{place}: the server names fewer than {KEYS} keys in {limits.page:g} s, and no end of the list;\n{_DO}"
+                f"{place}: the server listed fewer than {KEYS} keys in {limits.page:g} s, and did not end the list;\n"
+                f"{_DO}"
             ) from None
         if page is None:
             return
@@ -120,8 +133,13 @@ def bounded_pages(stream: AsyncIterator[Any], place: str, limits: Limits) -> Ite
 
 
 def awaited(work: Coroutine[Any, Any, T], *, memory: int, seconds: float) -> T:
-    """The result of work with obstore. The work is cancelled, and :class:`TooMuch` raised, when the process grows by
-    more than ``memory`` or ``seconds`` have passed."""
+    """Return the result of an obstore coroutine.
+
+    Raises:
+        TooMuch: If the process grows by more than ``memory`` bytes, or ``seconds`` have passed. The work is cancelled.
+    """
+    # Growth is measured from the beginning of this call, because libraries and earlier objects have filled memory
+    # before.
     until, before = time.monotonic() + seconds, _taken()
     future = asyncio.run_coroutine_threadsafe(work, _running_loop())
     try:
@@ -129,34 +147,45 @@ def awaited(work: Coroutine[Any, Any, T], *, memory: int, seconds: float) -> T:
             try:
                 return future.result(_LOOK)
             except concurrent.futures.TimeoutError:
-                if future.done():  # just now, or the error is the work's own
+                # The work finished just now, or raised a TimeoutError of its own. Both look like the timeout of
+                # result().
+                if future.done():
                     return future.result()
-            if _taken() - before > memory or time.monotonic() > until:
-                raise TooMuch
+            if _taken() - before > memory:
+                raise TooMuch(memory=memory)
+            if time.monotonic() > until:
+                raise TooMuch(seconds=seconds)
     finally:
+        # Also after an error in this thread, such as Ctrl-C: otherwise obstore would continue to receive, with nobody
+        # to stop it.
         future.cancel()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process."""
+    """Return the event loop of this process; start it at first use."""
     global _loop
     refuse_fork()
     with _lock:
         if _loop is None:
             loop = asyncio.new_event_loop()
+            # A daemon thread, because the loop never ends by itself and would keep the interpreter alive.
             thread = threading.Thread(target=loop.run_forever, name="obstore", daemon=True)
             try:
                 thread.start()
+            # Python could not start a thread (a limit on processes). The unused loop would otherwise leave its sockets
+            # open.
             except RuntimeError:
                 loop.close()
                 raise
             _loop = loop
+            # Awaited work must be cancelled before the interpreter ends, because obstore's thread would call into an
+            # interpreter that is gone.
             atexit.register(_end, loop, thread)
         return _loop
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Cancel what is still awaited before the interpreter goes, which obstore's thread would call."""
+    """Cancel all awaited work and stop the loop, at the end of the interpreter."""
 
     async def stop() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -165,15 +194,20 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         loop.stop()
 
+    # A forked child inherits the atexit hook, but not the loop's thread: only the process that started the loop may
+    # stop it.
     if _pid == os.getpid():
         asyncio.run_coroutine_threadsafe(stop(), loop)
+        # At most 5 s: work that does not react to its cancellation must not hold up the end of the program.
         thread.join(5)
 
 
 class Watched:
-    """Around calls of obstore that cannot be cancelled: when the process grows by more than :data:`PAGE_MEMORY` during
-    one of them, its connections to a port are shut down, and the call raises. Whose fault it was nobody knows: others
-    may raise, too."""
+    """A context manager around calls of obstore that cannot be cancelled.
+
+    If the process grows by more than :data:`PAGE_MEMORY` bytes during a call, all connections to ``port`` are shut
+    down, and the call raises. Nobody knows which call made the process grow, so other calls may raise as well.
+    """
 
     def __init__(self, port: int) -> None:
         _ports.add(port)
@@ -182,9 +216,11 @@ class Watched:
         global _watch
         if _watch is None:
             with _lock:
+                # Checked again under the lock: two threads may come here at once, and one watching thread is enough.
                 if _watch is None:
                     _watch = threading.Thread(target=_look_on, name="obstore memory", daemon=True)
                     _watch.start()
+        # The size of the last look is good enough and saves a read of /proc for each small object.
         _waiting[threading.get_ident()] = _size or _taken()
 
     def __exit__(self, *_: object) -> None:
@@ -195,23 +231,30 @@ def _look_on() -> None:
     global _size
     while True:
         _size = _taken()
+        # The values are copied first, because other threads add and remove entries meanwhile.
         if any(_size - before > PAGE_MEMORY for before in [*_waiting.values()]):
             _shut_connections()
         time.sleep(_LOOK)
 
 
 def _shut_connections() -> None:
+    """Shut down all sockets of this process whose peer has a watched port."""
     for name in os.listdir("/proc/self/fd"):
+        # Safe to suppress: other threads close descriptors between listdir() and here, and some sockets have no peer.
         with contextlib.suppress(OSError, ValueError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
+            # A duplicate, because closing the socket object would close the descriptor under obstore, which could then
+            # use the number of another file.
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] in _ports:
+                    # shutdown() acts on the connection, not on the descriptor: obstore sees the end of the stream and
+                    # returns with an error.
                     sock.shutdown(socket.SHUT_RDWR)
 
 
 def _taken() -> int:
-    """Bytes of this process's data, also those swapped out; 0 where the system does not tell."""
+    """Return the bytes of this process's data, swapped bytes included; 0 if the system does not tell."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[5]) * resource.getpagesize()

@@ -1,12 +1,14 @@
-"""A web server as a store: a folder with an index page, or a manifest that names the objects.
+"""Web servers as stores: a folder with an index page, or a manifest that names the objects.
 
-The URL decides how it is listed: one that ends in ``.txt`` or ``.jsonl`` is a manifest, any other a folder whose index
-(JSON of nginx or Caddy, or the links of an HTML page) is followed downwards. User info in the URL, else ``~/.netrc``,
-gives basic authentication; a query is sent along to the same server. Neither is ever shown or stored. obstore fetches
-the objects (:mod:`cachetool.stores.http_objects`), the standard library all else (:mod:`cachetool.stores.http_pages`).
+The URL decides how objects are listed. A URL that ends in ``.txt`` or ``.jsonl`` is a manifest. Any other URL is a
+folder whose index pages (JSON of nginx or Caddy, or the links of an HTML page) are followed downwards.
 
-Many listings name no ETags (HTML indexes, plain manifests), but most answers do. The first one that brings a part of an
-object decides which content it is from then on, so that no two versions are put together.
+User info in the URL, or else ``~/.netrc``, gives basic authentication. A query is sent along to the same server.
+Neither is ever shown or stored. obstore fetches the objects (:mod:`cachetool.stores.http_objects`), the standard
+library everything else (:mod:`cachetool.stores.http_pages`).
+
+Many listings name no ETags (HTML indexes, plain manifests), but most answers do. The first answer with a part of an
+object fixes the ETag of that object, so that parts of two versions are never joined.
 """
 
 from __future__ import annotations
@@ -36,66 +38,76 @@ from cachetool.stores.whole import WholeObjects
 __all__ = ["HttpStore", "Identities", "MOST", "identity_of", "open_http_store"]
 
 MOST = 2**17
-"""Objects that are remembered, those asked for last."""
+"""Most objects whose identity is remembered; those asked for last stay."""
 _LONGEST = 1024
-"""Characters of an identity; a longer one is as good as none."""
+"""Most characters of an identity. A longer one counts as none."""
 
 
 def identity_of(answer: Answer, *, like: str | None = None) -> str | None:
-    """The ETag of an answer, else its time of modification; with ``like`` whichever of them that is. None where it has
-    none."""
+    """Return the ETag of an answer, or else its time of modification; None if it has neither.
+
+    With ``like``, return the kind of identity that ``like`` is.
+    """
     identity: str | None = None
     if like is None or not like.startswith(MODIFIED):
+        # Manifests name ETags as tools print them, with or without `W/` and quotes. The same content must not look
+        # changed.
         identity = answer.etag.removeprefix("W/").strip('"') or None
     if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified:
         told = answer.modified
         identity = MODIFIED + (told if isinstance(told, str) else email.utils.format_datetime(told, usegmt=True))
+    # A hostile server may send an ETag of any length, and one is kept for each of 131,072 objects.
     return identity if identity is None or len(identity) <= _LONGEST else None
 
 
 class Identities:
-    """The first identity that was seen of each object. Used by many threads."""
+    """The identity of each object in the first answer. Used by many threads."""
 
     def __init__(self) -> None:
         self._first: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def first(self, key: str, answer: Answer) -> str | None:
-        """What was seen first, this answer included."""
+        """Return the first identity that was seen of ``key``, that of this answer included."""
         identity = identity_of(answer)
         with self._lock:
             if identity is not None:
                 self._first.setdefault(key, identity)
             if key in self._first:
                 self._first.move_to_end(key)
+            # The bound keeps memory constant for sources of millions of objects. A forgotten object is identified by
+            # its next answer.
             while len(self._first) > MOST:
                 self._first.popitem(last=False)
             return self._first.get(key)
 
     def all(self) -> dict[str, str]:
-        """What is remembered, by key."""
+        """Return the remembered identities by key."""
         with self._lock:
             return dict(self._first)
 
     def clear(self) -> None:
-        """Forget all: what is listed anew may have changed."""
+        """Forget all identities, because objects that are listed anew may have changed."""
         with self._lock:
             self._first.clear()
 
 
 _MANIFESTS = (".txt", ".jsonl", ".ndjson")
 _INDEX_BYTES = 2**27
-"""Of one index page: a server writes some hundred for each object."""
+"""Most bytes of one index page. A server writes some hundred bytes for each object."""
 _MANIFEST_BYTES = 2**30
+# A server may lead into a folder inside itself, for ever.
 _MAX_DEPTH = 64
+# A server may make up folders without end.
 EMPTY_FOLDERS = 100_000
-"""Folders in a row without a file, at which a list is given up: a server may make up folders without end."""
+"""Folders in a row without a file after which a listing is given up."""
 
 
 def open_http_store(url: str, limits: Limits) -> HttpStore:
-    """The store at an http(s) URL; nothing is fetched yet.
+    """Open the store at an http(s) URL. No request is made yet.
 
-    Raises :class:`UsageError` for a URL without a host or a netrc file that cannot be used.
+    Raises:
+        UsageError: If the URL has no host, or the netrc file cannot be used.
     """
 
     def header() -> Credentials[str | None]:
@@ -106,18 +118,21 @@ def open_http_store(url: str, limits: Limits) -> HttpStore:
 
 
 class HttpStore:
-    """Objects below one URL; see :class:`cachetool.stores.base.Store`."""
+    """Objects below one URL; see :class:`cachetool.stores.base.Store`. Made by :func:`open_http_store`.
+
+    The store closes ``client``.
+    """
 
     concurrency = 32
 
     def __init__(self, url: str, client: ObjectClient) -> None:
-        """Takes over ``client``. Made by :func:`open_http_store`."""
         parts = urlsplit(url)
         self.url = redact(url)
         path, query = written(parts.path), written(parts.query)
         self._query = f"?{query}" if query else ""
         self._manifest = path if path.lower().endswith(_MANIFESTS) else ""
         folder = self._manifest.rpartition("/")[0] if self._manifest else path.rstrip("/")
+        # User info is cut off here: it goes into a header, and URLs of objects are shown and stored.
         self._origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._folder = f"{folder}/"
         self._home, self._allowed = origin_of(url), allowed_hosts()
@@ -128,11 +143,12 @@ class HttpStore:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What the last finished :meth:`list` passed over."""
+        """Counts and names of the objects that the last finished :meth:`list` passed over."""
         return self._left_out
 
     def list(self) -> Pages:
-        """All objects that the manifest or the index pages name; sizes are -1 where they do not tell."""
+        """Yield all objects that the manifest or the index pages name. Unknown sizes are -1."""
+        # Objects that changed on purpose must not be refused after the source is listed again.
         self._seen.clear()
         left_out = LeftOut()
         if self._manifest:
@@ -140,6 +156,8 @@ class HttpStore:
             for page in read_manifest(body, place=self.url):
                 for item in page:
                     if is_absolute(item.key):
+                        # Called for its check alone: a manifest must not name another server, and the user learns that
+                        # from the listing, before any object is fetched.
                         self._url_of(item)
                 yield page
         else:
@@ -153,7 +171,9 @@ class HttpStore:
             page = self._origin + self._folder + quote(folder, errors="surrogateescape")
             try:
                 entries = self._index(page, "application/json, text/html;q=0.9")
-            except OtherJson as error:  # its page for people may tell
+            # The server has JSON of its own for this folder; its HTML page may still be an index. If it is not, the
+            # first error says more.
+            except OtherJson as error:
                 try:
                     entries = self._index(page, "text/html")
                 except SourceError:
@@ -162,15 +182,21 @@ class HttpStore:
             for entry in entries:
                 if entry.left_out:
                     left_out.add(f"{folder}{entry.name}", entry.left_out, entry.left_out)
+                # An index is foreign text: such a name would lead out of its folder when the key is joined to the URL.
                 elif entry.name in ("", ".", "..") or "/" in entry.name:
-                    left_out.add(f"{folder}{entry.name}", "odd names in an index", "no name of a file or folder")
+                    left_out.add(
+                        f"{folder}{entry.name}", "invalid names in an index", "not a valid name of a file or folder"
+                    )
                 elif entry.name.startswith(".") and entry.name not in ZARR_METADATA:
                     left_out["hidden"] += 1
                 elif not entry.is_folder:
                     batch.append(Object(f"{folder}{entry.name}", entry.size, entry.etag))
+                # Each folder is read once. A page may link to the same folder many times.
                 elif (below := f"{folder}{entry.name}/") not in seen:
                     if below.count("/") > _MAX_DEPTH:
-                        raise SourceError(f"{self.url}: more than {_MAX_DEPTH} folders inside each other, or a loop")
+                        raise SourceError(
+                            f"{self.url}: folders are nested more than {_MAX_DEPTH} deep, or links form a loop"
+                        )
                     seen.add(below)
                     folders.append(below)
             yield batch
@@ -178,14 +204,16 @@ class HttpStore:
             if folders and empty == EMPTY_FOLDERS:
                 raise SourceError(
                     f"{self.url}: {EMPTY_FOLDERS} folders in a row have no file;\n"
-                    "give a folder below, or a manifest (.txt, .jsonl)"
+                    "choose a folder further down, or a manifest (.txt, .jsonl)"
                 )
 
     def _index(self, page: str, accept: str) -> builtins.list[Entry]:
         answer = self._fetch(page + self._query, redact(page), most=_INDEX_BYTES, accept=accept)
+        # A file may answer in place of a folder. Links on such a page are relative to the folder above, and would name
+        # other objects.
         if "/" not in urlsplit(answer.url).path[-1:]:
             raise SourceError(
-                f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
+                f"{redact(page)} is not a folder with an index page; give a folder or a manifest (.txt, .jsonl)"
             )
         kind = answer.headers.get("Content-Type", "")
         return [*read_index(answer.body, kind, page=answer.url.partition("?")[0], asked=page)]
@@ -196,12 +224,15 @@ class HttpStore:
         return response
 
     def find(self, key: str) -> Object:
-        """The object at this name. Asked for by its first byte alone: a signed URL may not allow HEAD."""
+        """Return the object with this name."""
+        # The first byte is requested and not HEAD, because a signed URL often allows GET alone.
         url, what = self._url_of(Object(key, -1)), f"{self.url}: {key!r}"
         response = self._client.pages.fetch(url, headers={"Range": "bytes=0-0"}, bodiless=True)
-        if response.status == 416:  # nothing is there to have a first byte
+        # An object of 0 bytes has no first byte, so the server cannot serve the range.
+        if response.status == 416:
             return Object(key, 0)
         answer = response.answer
+        # A server that ignores ranges answers 200, and so does a login page. The type of the answer tells them apart.
         if response.status == 200:
             _refuse_page(answer, key, what)
         else:
@@ -209,25 +240,28 @@ class HttpStore:
         return Object(key, answer.size, identity_of(answer))
 
     def seen(self) -> Mapping[str, str]:
-        """The identities that parts of objects had whose listing names no ETag, by key."""
+        """Return the identities that answers had for objects whose listing names no ETag, by key."""
         return self._seen.all()
 
     def get(self, item: Object) -> memoryview:
-        """The whole object."""
+        """Return the whole object."""
         what = f"{self.url}: {item.key!r}"
         answer = self._client.get(
             self._url_of(item), item, lambda response: _check_status(response, what, 200, listed=True)
         )
         self._check(item, answer, len(answer.body))
+        # A checksum of the manifest is compared with the bytes. Servers may keep an ETag although the content changed.
         if item.etag is not None and item.etag.startswith(SHA256):
             check_identity(item, size=None, etag=SHA256 + hashlib.sha256(answer.body).hexdigest())
         return answer.body
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
-        """``length`` bytes from ``start``; of a server that ignores ranges the object is fetched whole."""
+        """Return ``length`` bytes from ``start``. If the server ignores ranges, the object is fetched whole."""
         if length == 0:
             return memoryview(b"")
         what = f"{self.url}: {item.key!r}"
+        # The server ignored a range of this object before. Another request with a range would begin to transfer the
+        # object in vain.
         if self._whole.knows(item):
             return self._whole.part(item, 0, start, start + length, what)
         try:
@@ -247,8 +281,8 @@ class HttpStore:
             origin = origin_of(item.key)
             if origin != self._home and origin.host.lower() not in self._allowed:
                 raise SourceError(
-                    f"{self.url}: {redact(printable(item.key[:200]))!r} is on another server, which a manifest may not"
-                    f" name;\nallow it with CACHETOOL_ALLOW_HOSTS={origin.host}"
+                    f"{self.url}: {redact(printable(item.key[:200]))!r} is on another server than the"
+                    f" manifest;\nallow that server with CACHETOOL_ALLOW_HOSTS={origin.host}"
                 )
             return item.key
         if any(part in ("", ".", "..") for part in item.key.split("/")):
@@ -256,13 +290,16 @@ class HttpStore:
         return self._origin + self._folder + quote(item.key, errors="surrogateescape") + self._query
 
     def _check(self, item: Object, answer: Answer, size: int, *, part: bool = False) -> None:
+        # Without a listed size, a login page with status 200 would pass for the object.
         if item.size < 0 and not part:
             _refuse_page(answer, item.key, f"{self.url}: {item.key!r}")
         identity = item.etag
-        if identity is None or identity.startswith(SHA256):  # which nothing but the whole object can be compared with
+        # A checksum can only be compared with the whole object. For parts the first answer's ETag is used.
+        if identity is None or identity.startswith(SHA256):
             identity = self._seen.first(item.key, answer)
         if identity is not None:
             item = replace(item, etag=identity)
+        # An answer may have an ETag and a time. Only the kind that was seen first can be compared.
         etag = None if identity is None else identity_of(answer, like=identity)
         check_identity(item, size=None if size < 0 else size, etag=etag)
 
@@ -273,6 +310,7 @@ class HttpStore:
 
 
 def _refuse_page(answer: Answer, key: str, what: str) -> None:
+    # Captive portals and login pages answer every request with 200 and HTML.
     is_page = answer.content_type.lower().startswith(("text/html", "application/xhtml+xml"))
     if is_page and not key.lower().endswith((".html", ".htm", ".xhtml", ".xht")):
         raise BadObject(f"{what}: an HTML page came instead of the object")
@@ -285,13 +323,14 @@ def _check_status(response: Response, what: str, expected: int, *, listed: bool 
     if status in (401, 403, 407):
         raise AccessDenied(f"{what}: access denied ({status}); give user and password in ~/.netrc")
     if status in (404, 410):
-        raise NotFound(f"{what} is not there any more" if listed else f"{what}: not found ({status})")
+        raise NotFound(f"{what} does not exist any more" if listed else f"{what}: not found ({status})")
     raise SourceError(f"{what}: the server answers {status}")
 
 
 def _authorization(url: str) -> str | None:
-    """The header of basic authentication from the URL's user info or the netrc file."""
-    origin_of(url)  # refuses what is no URL
+    """Return the header of basic authentication from the URL's user info or the netrc file; None without either."""
+    # Called for its error: a URL without a host must be refused before its user info is used.
+    origin_of(url)
     parts = urlsplit(url)
     user, password = parts.username, parts.password
     if user is None:
@@ -302,7 +341,8 @@ def _authorization(url: str) -> str | None:
             return None
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
             reason = error.msg if isinstance(error, netrc.NetrcParseError) else getattr(error, "strerror", "not UTF-8")
-            # Not chained, and only where it is certain to quote no secret.
+            # Not chained, and quoted only if certain to hold no secret: the parser's message may repeat a token of the
+            # file, which can be the password.
             raise UsageError(
                 f"{path!r} cannot be used: {reason if 'token' not in str(reason) else 'bad entry'}"
             ) from None
@@ -312,7 +352,8 @@ def _authorization(url: str) -> str | None:
     else:
         user, password = (unquote(part or "", errors="surrogateescape") for part in (user, password))
     try:
-        both = f"{user}:{password or ''}".encode("utf-8", "surrogateescape")  # the bytes that were typed
+        # surrogateescape gives back the bytes that were typed, in whatever encoding the server expects.
+        both = f"{user}:{password or ''}".encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
     return "Basic " + base64.b64encode(both).decode("ascii")

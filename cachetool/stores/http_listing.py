@@ -1,4 +1,4 @@
-"""What a web server says of its objects: nginx's JSON autoindex, the links of an HTML page, or a manifest.
+"""Listings of web servers: nginx's JSON autoindex, the links of an HTML page, or a manifest.
 
 ::
 
@@ -8,12 +8,11 @@
     manifest .txt    one relative key or http(s) URL a line; blank lines and lines that begin with # left out
     manifest .jsonl  {"key": "a.npy", "size": 192, "etag": "...", "sha256": "..."}; "url" for "key"; the rest optional
 
-Without an ETag, an index's time of modification (``modified:``) or a manifest's checksum (``sha256:``) stands in.
+Without an ETag, an index's time of modification (``modified:``) or a manifest's checksum (``sha256:``) takes its place.
 
-The links of an HTML page that somebody else wrote, found in one walk through it, however it is made.
-
-Nothing here goes back: the quantifiers are possessive, what has no end ends the page, and of a long text nothing is
-kept. :class:`html.parser.HTMLParser` is quadratic in unclosed tags, comments and quotes, and raises what it likes.
+HTML pages are foreign text. They are read in one pass that never goes back: all quantifiers are possessive, markup
+without an end ends the page, and long texts are dropped. :class:`html.parser.HTMLParser` is not used, because it takes
+quadratic time for unclosed tags, comments and quotes, and raises errors of many classes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,13 @@ __all__ = [
 
 
 LONGEST = 8192
-"""Characters of a link that is followed, as most servers have it; of a longer text nothing is kept."""
+"""Most characters of a link that is followed; most servers have this limit. Longer texts are dropped."""
 
 _OPENED = re.compile("<!--|<[!?]|</(?![A-Za-z])|<(?=/?[A-Za-z])")
-# A quote counts behind a "=" alone: elsewhere it is a letter of a name or of a value.
+# A quote has a meaning only behind a `=`: otherwise it is a letter of a name or of a value.
 _TAG = re.compile(r"""<(/?)([A-Za-z][^\s/>]*+)((?:[^>=]++|=\s*+(?:"[^"]*+"|'[^']*+'|))*+)>""")
 _ATTRIBUTE = re.compile(r"""([^\s/=]++)(?:\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|(\S*+)))?+""")
+# Inside these elements `<a` is no tag. A script that builds links would otherwise add objects.
 _RAW = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}
 
 
@@ -64,14 +64,16 @@ class Link(NamedTuple):
     """An ``<a href>`` and the text behind it, or the page's ``<base href>``."""
 
     href: str
-    """Too long to be followed when it is longer than :data:`LONGEST`."""
+    """The target. A target of more than :data:`LONGEST` characters is not followed."""
     text: str = ""
     is_base: bool = False
 
 
 def links(page: str) -> Iterator[Link]:
-    """The links of a page, in their order; the text of each is what stands between it and the next one, behind
-    its ``</a>`` if it has that."""
+    """Yield the links of a page, in their order.
+
+    The text of a link is the text up to the next link, behind its own ``</a>`` if it has one.
+    """
     href, texts = "", _Text()
     for tag, attributes, text in _tags(page):
         texts.add(text)
@@ -99,13 +101,16 @@ class _Text:
             self._parts.append(text)
 
     def joined(self) -> str:
-        """Empty when it is long: the end of a number may be missing where it is cut."""
+        """Return the text; empty if it is too long."""
+        # A text that was cut may lack the end of a number, which would then be a wrong size.
         return _read("".join(self._parts)) if self._left >= 0 else ""
 
 
 def _tags(page: str) -> Iterator[tuple[str, str, str]]:
-    """Name in lower case, with a ``/`` before that of an end, attributes, and the text before it; for the text at the
-    end of the page no name."""
+    """Yield name, attributes and preceding text of each tag.
+
+    The name is in lower case; an end tag's name begins with ``/``. The text at the end of the page has no name.
+    """
     at = 0
     while (opened := _OPENED.search(page, at)) is not None:
         text, here = page[at : opened.start()], opened.start()
@@ -114,9 +119,11 @@ def _tags(page: str) -> Iterator[tuple[str, str, str]]:
             end = "-->" if opened[0] == "<!--" else ">"
             stop = page.find(end, opened.end())
             at = len(page) if stop < 0 else stop + len(end)
+        # The tag has no end, so the rest of the page is inside of it. Searching for another tag would take quadratic
+        # time.
         elif (tag := _TAG.match(page, here)) is None:
             yield "", "", text
-            return  # it has no end
+            return
         else:
             name = tag[1] + tag[2].lower()
             yield name, tag[3], text
@@ -131,15 +138,17 @@ def _href(attributes: str) -> str:
     for match in _ATTRIBUTE.finditer(attributes):
         if match[1].lower() == "href":
             written = match[2] or match[3] or match[4] or ""
+            # A link that is not followed needs no decoding, which may be expensive.
             return (written if len(written) > LONGEST else _read(written)).strip(" \t\r\n\f")
     return ""
 
 
 def _read(text: str) -> str:
-    """The text with its character references replaced."""
+    """Return the text with its character references replaced."""
     try:
         return unescape(text) if "&" in text else text
-    except ValueError:  # &#999... of thousands of digits
+    # A reference such as &#999... with thousands of digits, which int() refuses.
+    except ValueError:
         return text
 
 
@@ -151,15 +160,16 @@ _NGINX_DATE, _NGINX_SIZE = re.compile(r"[0-9]{2}-[A-Z][a-z]{2}-[0-9]{4} [0-9]{2}
 _BLANK = re.compile(r"[ \t\r\n]*+")
 _PIECE = 2**20
 _LINE = 2**16
-"""Bytes of a line of a manifest, at most."""
+"""Most bytes of a line of a manifest."""
 _PLAIN = re.compile(r"(?:\./)?+(?!.*%2[Ff])([^\x00- /?#:;\\](?:[^\x00-\x1f/?#:;\\]*[^\x00- /?#:;\\])?)(/?)")
-"""A link to what lies in the folder itself, which needs no joining of URLs."""
+"""Pattern of a link to a name in the folder itself, for which no URLs need to be joined."""
+# The budget keeps a hostile page linear: a long base URL could be joined to each of a million short links.
 _JOINED = 16
-"""Characters of URLs that are joined for each one of a page: a long one could be joined to each of a million links."""
+"""Characters of URLs that may be joined for each character of a page."""
 
 
 class OtherJson(SourceError):
-    """JSON that no server known here sends as an index."""
+    """JSON that no known server sends as an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +177,25 @@ class Entry:
     """One line of an index page."""
 
     name: str
-    """Empty, or with a ``/`` in it, for an object that no key can name."""
+    """The name. It is empty, or has a ``/`` in it, if no key can name the object."""
     is_folder: bool
     size: int = -1
     etag: str | None = None
     left_out: str = ""
-    """Why it is no object."""
+    """The reason why the line is no object; empty for objects and folders."""
 
 
 def is_absolute(key: str) -> bool:
-    """Whether the key is a URL of its own."""
+    """Return True if the key is itself a URL."""
     return key.startswith(("http://", "https://"))
 
 
 def read_index(body: memoryview, content_type: str, *, page: str, asked: str = "") -> Iterator[Entry]:
-    """The entries of an index page of the folder at ``page``, which may be another one than was ``asked`` for. Raises
-    :class:`SourceError` when it is none."""
+    """Yield the entries of an index page of the folder at ``page``, which may differ from the URL ``asked`` for.
+
+    Raises:
+        SourceError: If the page is no index.
+    """
     if "json" in content_type.lower():
         return _autoindex(body, page)
     if "html" in content_type.lower():
@@ -207,6 +220,7 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
                 -1 if folder else int(entry.get("size", -1)),
                 f"{MODIFIED}{modified}" if modified and not folder else None,
             )
+    # A server may send any JSON: sizes that are no numbers, times beyond the calendar, brackets nested a thousand deep.
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise OtherJson(
             f"{redact(page)}: the JSON is not an nginx autoindex; expected a list of name, type, size"
@@ -214,12 +228,19 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
 
 
 def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON list of them, decoded one after another: together they would take some 30 times the memory
-    of their text. Raises :class:`ValueError`, also for one of more than 1 MiB."""
+    """Yield the objects of a JSON list, decoded one after another.
+
+    Raises:
+        ValueError: If the text is no list of objects, or an object has more than 1 MiB.
+    """
+    # Objects are decoded one by one, because together they take about 30 times the memory of their text. utf-8-sig:
+    # some servers begin with a byte order mark.
     unpack, decode = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     text, at, due = "", 0, "["
     for start in range(0, max(1, len(body)), _PIECE):
         ended = start + _PIECE >= len(body)
+        # No object has this size. Without the limit each piece would decode the unfinished object again, in quadratic
+        # time.
         if len(text) - at > 2 * _PIECE:
             break
         text, at = text[at:] + unpack.decode(bytes(body[start : start + _PIECE]), ended), 0
@@ -229,9 +250,10 @@ def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
                 try:
                     value, at = decode(text, at)
                 except ValueError:
+                    # The object may be cut at the end of this piece. Only at the end of the body the error is final.
                     if ended:
                         raise
-                    break  # its end is to come
+                    break
                 yield value
                 due = ",]"
             elif mark in due and mark != "{":
@@ -243,7 +265,7 @@ def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
 
 
 def _http_date(written: str | None) -> str | None:
-    """A time as the header ``Last-Modified`` has it, which it is compared with."""
+    """Return an ISO time in the form of the header ``Last-Modified``, with which it is compared."""
     if not written:
         return None
     return email.utils.format_datetime(datetime.fromisoformat(written).astimezone(UTC), usegmt=True)
@@ -252,7 +274,7 @@ def _http_date(written: str | None) -> str | None:
 _SCHEMES = frozenset(
     {"http", "https", "ftp", "file", "mailto", "javascript", "data", "tel", "sms", "about", "blob", "magnet", "news"}
 )
-"""What a link to another place may begin with; before any other colon stands a name that was not escaped."""
+"""Schemes of links to other places. Any other text before a colon is a name that was not escaped."""
 
 
 def _site(parts: SplitResult) -> tuple[str, str | None, int | None]:
@@ -260,7 +282,8 @@ def _site(parts: SplitResult) -> tuple[str, str | None, int | None]:
 
 
 def _one_slash(path: str) -> str:
-    """Empty parts of a path say nothing, and drop out where a link is joined to a page."""
+    """Return a path without its empty parts."""
+    # Empty parts disappear when a link is joined to a page, so they must not count when paths are compared.
     return re.sub("/{2,}", "/", path)
 
 
@@ -269,6 +292,7 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
     seen: set[tuple[str, str, bool]] = set()
     with_query: dict[tuple[str, str, bool], Entry] = {}
     for link in links(str(body, "utf-8", "replace")):
+        # A base may lead to another folder: names below that folder are not objects of this one.
         if link.is_base:
             place.begin_at(link.href)
             continue
@@ -281,8 +305,11 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
         this = target.scheme, target.name or link.href, target.is_folder
         if target.has_query:
             if not target.is_folder:
+                # A query selects something that a key cannot name. If another link has the same name without a query,
+                # nothing is missing, so these links are named at the end.
                 with_query[this] = Entry(target.name, target.is_folder, left_out="links with a query")
             continue
+        # Pages often link to a file twice, by its icon and by its name.
         if this in seen:
             continue
         seen.add(this)
@@ -298,10 +325,13 @@ class _Target(NamedTuple):
 
 
 class _Place:
-    """The folder of a page, and what links on it name there."""
+    """The folder of a page, and the names that links on the page have there.
+
+    ``page`` and ``asked`` are URLs of that folder. ``most`` is the number of characters that may be joined for all
+    links.
+    """
 
     def __init__(self, page: str, asked: str, *, most: int) -> None:
-        """Both are URLs of that folder. ``most``: characters that may be joined to follow all links."""
         self._page, self._left = page, most
         self._bases = [
             (_site(address), unquote(_one_slash(address.path), errors="surrogateescape"))
@@ -311,15 +341,17 @@ class _Place:
         self._scheme = self._here()
 
     def begin_at(self, base: str) -> None:
-        """What links are relative to; the first one counts."""
+        """Set the URL that links are relative to; only the first call counts."""
         if not self._told:
             self._told = True
-            with contextlib.suppress(ValueError):  # a base that is no URL says nothing
+            # Safe to suppress: a base that is no URL changes nothing, as in a browser.
+            with contextlib.suppress(ValueError):
                 self._start = self._join(self._page, base)
             self._scheme = self._here()
 
     def named(self, href: str) -> _Target | None:
-        """What a link names; None when it leads elsewhere."""
+        """Return the target of a link; None if the link leads out of the folder."""
+        # Nearly all links of an index are plain names. Joining URLs would take most of the time for a million of them.
         if self._scheme and (plain := _PLAIN.fullmatch(href)) is not None and plain[1] not in (".", ".."):
             return _Target(self._scheme, unquote(plain[1], errors="surrogateescape"), bool(plain[2]))
         try:
@@ -332,17 +364,19 @@ class _Place:
             folder = next((folder for folder in folders if path.startswith(folder)), folders[0])
             last = unquote(target.path.removesuffix("/").rpartition("/")[2], errors="surrogateescape")
             is_folder, name = path.endswith("/"), path[len(folder) :].removesuffix("/")
-            # Parents and other places are not below this folder; what is deeper is on a page of its own. A slash that
-            # is escaped is part of the name.
+            # Parents and other places are not below this folder, and deeper files are on a page of their own. An
+            # escaped slash is part of a name, so the name is compared with the last part before unescaping.
             if not path.startswith(folder) or not name or name != last.removesuffix("/"):
                 return None
             return _Target(target.scheme, name, is_folder, bool(target.query))
         if target.netloc or target.scheme in _SCHEMES or target.query:
             return None
-        return _Target(target.scheme, "", is_folder=False)  # "c:d.npy", which a browser takes for a scheme as well
+        # A name such as `c:d.npy`, which a browser takes for a scheme as well. It is left out by name.
+        return _Target(target.scheme, "", is_folder=False)
 
     def _here(self) -> str:
-        """The scheme of what links are relative to, if that is the folder itself; else empty."""
+        """Return the scheme of the URL that links are relative to if that is the folder itself; otherwise an empty
+        text."""
         try:
             start = urlsplit(self._start)
             folders = self._folders(start)
@@ -357,15 +391,17 @@ class _Place:
 
     def _join(self, start: str, href: str) -> str:
         self._left -= len(start) + len(href)
+        # Ends the page instead of following links for hours.
         if self._left < 0:
             raise SourceError(f"{redact(self._page)}: its links take too long to be followed; give a manifest (.jsonl)")
         return urljoin(start, href)
 
 
 def _nginx_size(text: str) -> int:
-    """The size behind a link of nginx: date, time, and bytes or "-"; other servers round it, which tells nothing
-    exact."""
+    """Return the exact size in the text behind a link of nginx; -1 if there is none."""
     for line in text.splitlines():
+        # Only nginx writes exact bytes. Other servers round sizes (`1.2M`), and a rounded size would refuse each object
+        # as changed.
         words = line.split()
         if len(words) >= 3 and _NGINX_DATE.fullmatch(" ".join(words[-3:-1])) and _NGINX_SIZE.fullmatch(words[-1]):
             return int(words[-1])
@@ -373,20 +409,23 @@ def _nginx_size(text: str) -> int:
 
 
 def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
-    """The objects a manifest names, in batches.
+    """Yield the objects that a manifest names, in batches.
 
-    Raises :class:`BadObject` naming the line for one that cannot be used: no JSON, another scheme, a query (which may
-    carry a signature, and would have to be stored).
+    Raises:
+        BadObject: For a line that cannot be used: no JSON, another scheme, or a query. The message names the line.
     """
     batch: list[Object] = []
-    lines = io.BytesIO(body.obj if isinstance(body.obj, bytes) and len(body.obj) == len(body) else body)  # no copy
+    # No copy of a manifest of up to 1 GiB: BytesIO shares the bytes object.
+    lines = io.BytesIO(body.obj if isinstance(body.obj, bytes) and len(body.obj) == len(body) else body)
     for number, raw in enumerate(lines, start=1):
+        # Editors on Windows write a byte order mark, which would become part of the first key.
         line = (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
         if not line or line.startswith(b"#"):
             continue
         where = f"{place}, line {number}"
+        # A manifest without line ends would otherwise be parsed as one line of a gigabyte.
         if len(line) > _LINE:
-            raise BadObject(f"{where}: it has {len(line)} bytes, and at most {_LINE} are read")
+            raise BadObject(f"{where}: the line has {len(line)} bytes; at most {_LINE} are allowed")
         batch.append(_line_object(line, where, as_json=place.endswith(".jsonl") or line.startswith(b"{")))
         if len(batch) == _BATCH:
             yield batch
@@ -399,36 +438,42 @@ def _line_object(line: bytes, where: str, *, as_json: bool) -> Object:
     size, etag = -1, None
     if as_json:
         try:
-            entry = json.loads(str(line, "utf-8", "surrogatepass"))  # of bytes it would look for other encodings
+            # Decoded here: json.loads() of bytes would guess between UTF-8, UTF-16 and UTF-32.
+            entry = json.loads(str(line, "utf-8", "surrogatepass"))
             name = entry.get("key") or entry.get("url") or entry.get("path")
             size = _whole(entry.get("size"))
             etag = f"{SHA256}{entry['sha256'].lower()}" if entry.get("sha256") else entry.get("etag")
             if not isinstance(name, str) or not isinstance(etag, str | None):
                 raise TypeError("key and etag are strings")
-            if etag is not None:  # as servers and the clouds' own tools print it
+            # Servers and the clouds' own tools print ETags with quotes, and answers are compared without them.
+            if etag is not None:
                 etag = etag.removeprefix("W/").strip('"')
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise BadObject(f'{where}: not like {{"key": "a.npy", "size": 192, "etag": "..."}}') from error
+            raise BadObject(f'{where}: expected JSON such as {{"key": "a.npy", "size": 192, "etag": "..."}}') from error
     else:
         name = line.decode("utf-8", "surrogateescape")
     if is_absolute(name):
         try:
             parts = urlsplit(name)
+            # http.client would refuse blanks, port 0 and such hosts at each request; here the line number is known.
             usable = parts.port != 0 and _WRITTEN.fullmatch(name) and usable_host(parts.hostname or "")
         except ValueError:
             usable = None
         if not usable:
             raise BadObject(
-                f"{where}: {redact(printable(name[:200]))!r} is no URL; blanks and the like are written as %20"
+                f"{where}: {redact(printable(name[:200]))!r} is not a URL;"
+                " write a blank as %20, and escape other special characters in the same way"
             )
+        # A query may carry a signature and would have to be stored with the listing. User info is a secret.
         if parts.query or parts.fragment or "@" in parts.netloc or not parts.hostname:
             got = redact(printable(name[:200]))
-            raise BadObject(f"{where}: URLs with a query, a fragment or user info are not taken: {got!r}")
+            raise BadObject(f"{where}: a URL must have no query, no fragment and no user info, got {got!r}")
         return Object(name, size, etag)
     if "://" in name:
         got = redact(printable(name[:200]))
-        raise BadObject(f"{where}: only http:// and https:// URLs and relative keys are taken, got {got!r}")
+        raise BadObject(f"{where}: expected an http:// or https:// URL or a relative key, got {got!r}")
     key = name.removeprefix("./")
+    # Such a key would lead out of the manifest's folder when it is joined to the URL.
     if any(part in ("", ".", "..") for part in key.split("/")):
         raise BadObject(f"{where}: {key[:200]!r} is not a key below the manifest's folder")
     return Object(key, size, etag)
@@ -437,6 +482,7 @@ def _line_object(line: bytes, where: str, *, as_json: bool) -> Object:
 def _whole(value: Any) -> int:
     if value is None:
         return -1
+    # In Python True is an int, and would be a size of 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("size is a whole number")
     return value

@@ -1,16 +1,17 @@
-"""A folder of this machine as a store.
+"""Folders of this machine as stores.
 
-Walked with :func:`os.scandir`. Left out: hidden names (beginning with a dot), which are counted; everything that is no
-regular file, links to folders and links that lead out of the folder, which are named. The "ETag" of a file is its time
-of modification and its size.
+The folder is walked with :func:`os.scandir`. Hidden names (beginning with a dot) are left out and counted. Everything
+that is no regular file, links to folders, and links that lead out of the folder are left out and named. The "ETag" of a
+file is its time of modification and its size.
 
-A link to a file is followed where it leads to a place that belongs to the folder, whoever made the link:
+A link to a file is followed if its target belongs to the folder, whatever made the link:
 
 - inside the folder itself;
-- of a snapshot of the Hugging Face hub's cache, ``.../snapshots/REVISION/x``, to a file in ``.../blobs``;
-- in a repository of git-annex or DataLad, to the content in ``.git/annex/objects`` of it or of one that it is part of.
+- in a snapshot of the Hugging Face hub's cache, from ``.../snapshots/REVISION/x`` to a file in ``.../blobs``;
+- in a repository of git-annex or DataLad, to content in ``.git/annex/objects`` of that repository, or of one that
+contains it.
 
-So a folder that a stranger made has no other files of this machine read. ``follow_links`` follows every other link.
+So a folder made by a stranger cannot have other files of this machine read. ``follow_links`` follows every other link.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ from cachetool.stores.walk import FOLLOW, Walk
 __all__ = ["LocalStore", "open_local_store"]
 
 _BATCH = 1000
-# Not blocking: a FIFO put in a file's place must not hang the open. The final name is not followed: see _open.
+# O_NONBLOCK: a FIFO in a file's place must not hang the open. O_NOFOLLOW: the last part of the path may have become a
+# link since it was listed, and _open() decides about links.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _ANNEX = re.compile(r"(modules/.+/)?annex/objects/.+")
-"""Below ``.git``; the content of a repository that is part of another one lies in ``modules`` of that one."""
+"""Path of content below ``.git``. A repository inside another one has its content in ``modules`` of the outer one."""
 
 
 def open_local_store(root: str | Path, *, follow_links: bool | str = False) -> LocalStore:
-    """The store of the folder ``root``; ``follow_links``: wherever they lead, or the one link of this name.
+    """Open the store of the folder ``root``.
 
-    Raises :class:`NotFound` when it is not there, :class:`UsageError` when it is a file, :class:`AccessDenied`.
+    ``follow_links``: True follows all links to files; a key follows only the link of this name.
+
+    Raises:
+        NotFound: If ``root`` does not exist.
+        UsageError: If ``root`` is a file.
+        AccessDenied: If ``root`` may not be read.
     """
     shown = printable(str(root))
     try:
@@ -50,6 +57,7 @@ def open_local_store(root: str | Path, *, follow_links: bool | str = False) -> L
         mode = os.stat(real).st_mode
     except PermissionError as error:
         raise AccessDenied(f"{shown!r}: permission denied") from error
+    # ValueError: the path contains a NUL byte.
     except (OSError, ValueError) as error:
         raise NotFound(f"there is no file or folder {shown!r}") from error
     if not stat.S_ISDIR(mode):
@@ -58,24 +66,29 @@ def open_local_store(root: str | Path, *, follow_links: bool | str = False) -> L
 
 
 class LocalStore:
-    """Files under one folder; see :class:`cachetool.stores.base.Store`."""
+    """Files under one folder; see :class:`cachetool.stores.base.Store`. Made by :func:`open_local_store`.
+
+    ``root`` is the folder's real path, without links.
+    """
 
     concurrency = 4
 
     def __init__(self, root: str, follow_links: bool | str = False) -> None:
-        """``root`` is a folder's real path. Made by :func:`open_local_store`."""
         self._root, self._follow_links = root, follow_links
+        # The user may name any folder of a snapshot, so every `snapshots` part of the path may have its `blobs` beside
+        # it.
         self._blobs = {f"{root[: match.start()]}/blobs" for match in re.finditer("/snapshots(?=/|$)", root)}
         self.url = printable(root)
         self._left_out = LeftOut()
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """What the last finished :meth:`list` passed over."""
+        """Counts and names of the files that the last finished :meth:`list` passed over."""
         return self._left_out
 
     def list(self) -> Pages:
-        """All files, in batches; a folder that cannot be read raises :class:`AccessDenied`."""
+        """Yield all files, in batches. Raise :class:`AccessDenied` for a folder that cannot be read."""
+        # lexists() and not exists(): a link in the place of Zarr metadata is there, whatever its target.
         walk = Walk(self, lambda key: os.path.lexists(os.path.join(self._root, key)))
         batch: list[Object] = []
         folders = [""]
@@ -87,6 +100,7 @@ class LocalStore:
                         key = f"{folder}{entry.name}"
                         if walk.hides(key, folder=entry.is_dir(follow_symlinks=False)):
                             continue
+                        # Links to folders are not walked: they may lead in circles, or out of the folder.
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(f"{key}/")
                         elif (item := self._listed(entry, key, walk)) is not None:
@@ -94,33 +108,42 @@ class LocalStore:
                             if len(batch) == _BATCH:
                                 yield batch
                                 batch = []
+            # Another process removed the folder between its listing and its walk. Only the store's own folder must
+            # exist.
             except FileNotFoundError:
                 if not folder:
                     raise NotFound(f"no folder {self.url!r}") from None
-                # Removed by somebody between being listed and being walked: it is simply not there any more.
             except PermissionError as error:
-                raise AccessDenied(f"{self.url!r}: folder {folder!r} cannot be read: permission denied") from error
+                raise AccessDenied(f"folder {self._shown(folder)!r} cannot be read: permission denied") from error
             except OSError as error:
-                raise SourceError(f"{self.url!r}: folder {folder!r} cannot be read: {error.strerror}") from error
+                raise SourceError(f"folder {self._shown(folder)!r} cannot be read: {error.strerror}") from error
         if batch:
             yield batch
         self._left_out = walk.left_out
 
+    def _shown(self, folder: str) -> str:
+        """Return the path of a folder below the root as it may be shown."""
+        return printable(os.path.join(self._root, folder.removesuffix("/"))) if folder else self.url
+
     def _listed(self, entry: os.DirEntry[str], key: str, walk: Walk) -> Object | None:
         try:
+            # stat() follows the link, so size and time are those of the target, which is what a read returns.
             status = entry.stat()
-        except OSError as error:  # removed since, or a link to nothing
+        # Another process removed the file since it was listed, or a link has no target.
+        except OSError as error:
+            # The folder may be listed but not entered. All its files would be left out as vanished, so this is an
+            # error.
             if isinstance(error, PermissionError) and not entry.is_symlink():
-                raise  # the folder may be listed, but not entered
+                raise
             if entry.is_symlink():
-                walk.leave_out(key, "links to nothing", _broken(entry.path, error))
+                walk.leave_out(key, "broken links", _broken(entry.path, error))
             else:
                 walk.left_out["vanished while listing"] += 1
             return None
         if stat.S_ISDIR(status.st_mode):
             walk.leave_out(key, "links to folders", "a link to a folder; name that folder as a source of its own")
         elif not stat.S_ISREG(status.st_mode):
-            walk.leave_out(key, "special files", "no regular file")
+            walk.leave_out(key, "special files", "not a regular file")
         elif entry.is_symlink() and not self._follows(key, os.path.realpath(entry.path)):
             walk.leave_out(
                 key, "links that lead out of the folder", f"a link that leads out of the folder; {FOLLOW} it"
@@ -130,22 +153,28 @@ class LocalStore:
         return None
 
     def _follows(self, key: str, real: str) -> bool:
-        """Whether the link of this key is followed to the file at ``real``, a path without links."""
+        """Return True if the link ``key`` is followed to the file at ``real``, a path without links."""
         if self._follow_links in (True, key) or real.startswith(os.path.join(self._root, "")):
             return True
+        # `_root` must lie below the repository that holds the content. A link into the repository of somebody else is
+        # not followed.
         above, _, below = real.partition("/.git/")
         annexed = f"{self._root}/".startswith(f"{above}/") and _ANNEX.fullmatch(below) is not None
         return annexed or os.path.dirname(real) in self._blobs
 
     def _open(self, item: Object) -> int:
         parts = item.key.split("/")
+        # Listings on disk and manifests may be foreign: a key with `..` would read a file outside of the folder.
         if "\0" in item.key or any(part in ("", ".", "..") for part in parts):
-            raise BadObject(f"{item.key!r} is no name of a file below the folder")
+            raise BadObject(f"{item.key!r} is not the name of a file below the folder")
         path = os.path.join(self._root, item.key)
         try:
             try:
+                # The file is opened first and checked afterwards by its descriptor, so nobody can swap it between check
+                # and read.
                 return os.open(path, _FLAGS)
             except OSError as error:
+                # ELOOP is O_NOFOLLOW's answer to a link.
                 if error.errno != errno.ELOOP:
                     raise
                 real = os.path.realpath(path)
@@ -153,22 +182,27 @@ class LocalStore:
                     raise BadObject(
                         f"{self.url!r}: {item.key!r} is a link that leads out of the folder; {FOLLOW} it"
                     ) from error
+                # `real` has no links now. If another process puts a link in the file's place meanwhile, O_NOFOLLOW
+                # refuses it.
                 return os.open(real, _FLAGS)
         except (FileNotFoundError, NotADirectoryError) as error:
             self._refuse_away()
-            raise NotFound(f"{item.key!r} is not there any more; it was when {self.url!r} was listed") from error
+            raise NotFound(f"{item.key!r} does not exist any more; it did when {self.url!r} was listed") from error
         except PermissionError as error:
             raise AccessDenied(f"{self.url!r}: {item.key!r} cannot be read: permission denied") from error
         except OSError as error:
+            # The machine lacks descriptors or memory. The object is not at fault, and `--on-error skip` must not leave
+            # it out.
             if error.errno in EXHAUSTED:
                 raise SourceError(f"{item.key!r} cannot be opened: {limit_error(error) or error.strerror}") from error
             self._refuse_away()
             raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
 
     def _refuse_away(self) -> None:
-        """Raises :class:`Unreachable` when nothing at all is in the folder, as where a mount is away: then no object is
-        at fault, and none may be left out for it."""
+        """Raise :class:`Unreachable` if the folder is empty or unreadable, as when a mount is missing."""
         try:
+            # An empty folder instead of a mount makes each file "not found". Without this check `--on-error skip` would
+            # leave out one file after the other.
             with os.scandir(self._root) as entries:
                 if next(entries, None) is not None:
                     return
@@ -178,31 +212,32 @@ class LocalStore:
         raise Unreachable(f"the folder {self.url!r} {what}; if it is a mount, mount it again, and run this again")
 
     def find(self, key: str) -> Object:
-        """The file with this name below the folder."""
+        """Return the file with this name below the folder."""
         fd = self._open(Object(key, -1))
         try:
             status = os.fstat(fd)
         finally:
             os.close(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise NotFound(f"{self.url}: {key!r} is no file")
+            raise NotFound(f"{self.url}: {key!r} is not a file")
         return Object(key, status.st_size, _etag(status))
 
     def get(self, item: Object) -> memoryview:
-        """The whole file."""
+        """Return the whole file."""
         return self._read(item, 0, None)
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
-        """``length`` bytes from ``start``."""
+        """Return ``length`` bytes from ``start``."""
         return self._read(item, start, length)
 
     def opened(self, item: Object) -> io.RawIOBase:
-        """The file, opened; see :class:`cachetool.stores.base.Opening`."""
+        """Return the open file; see :class:`cachetool.stores.base.Opening`."""
         fd = self._open(item)
         try:
             _check(fd, item)
             return _ListedFile(fd, item, self.url)
         except BaseException:
+            # On success the file object owns the descriptor; after an error nobody would close it.
             os.close(fd)
             raise
 
@@ -213,34 +248,40 @@ class LocalStore:
             left = status.st_size if length is None else length
             want = left
             parts = []
+            # pread() may return less than asked for: Linux reads at most 2 GiB - 4 KiB at once.
             while left and (part := os.pread(fd, left, start)):
                 parts.append(part)
                 start += len(part)
                 left -= len(part)
-            _check(fd, item)  # again: it may have been written to meanwhile
+            # Checked again after the read: another process may have written to the file meanwhile, and the bytes would
+            # be of two versions.
+            _check(fd, item)
         except OSError as error:
             raise SourceError(f"{self.url!r}: {item.key!r} cannot be read: {error.strerror}") from error
         finally:
             os.close(fd)
+        # Nearly every file comes in one piece, which join() would copy.
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         check_length(item, got=len(body), want=want)
         return memoryview(body)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file stays open."""
 
 
 class _ListedFile(io.FileIO):
-    """A file that still is the listed one after each read."""
+    """An open file that is compared with its listing after each read."""
 
     def __init__(self, fd: int, item: Object, url: str) -> None:
         super().__init__(fd)
         self._item, self._url = item, url
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read as any file does; see :meth:`cachetool.stores.base.Store.get` for the errors."""
+        """Read bytes into ``buffer``; see :meth:`cachetool.stores.base.Store.get` for the errors."""
         try:
             count = super().readinto(buffer)
+            # After the read, not before: the file may be changed while it is read, and then these bytes must not be
+            # used.
             _check(self.fileno(), self._item)
         except OSError as error:
             raise SourceError(f"{self._url!r}: {self._item.key!r} cannot be read: {error.strerror}") from error
@@ -248,23 +289,24 @@ class _ListedFile(io.FileIO):
 
 
 def _check(fd: int, item: Object) -> os.stat_result:
-    """The status of an open file. Raises :class:`BadObject` unless it is the listed one."""
+    """Return the status of an open file. Raise :class:`BadObject` if it is not the listed file."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise BadObject(f"{item.key!r} is no regular file any more")
+        raise BadObject(f"{item.key!r} is not a regular file any more")
     check_identity(item, size=status.st_size, etag=_etag(status))
     return status
 
 
 def _broken(link: str, error: OSError) -> str:
-    """Why a link is left out that leads to nothing, or to what may not be looked at."""
+    """Return the reason why a link is left out whose target does not exist or may not be looked at."""
     if error.errno == errno.ELOOP:
         return "a link that leads in a circle"
     if isinstance(error, PermissionError):
-        return "a link to what may not be read: permission denied"
+        return "a link whose target cannot be read: permission denied"
+    # git-annex leaves such a link for content that was never fetched. The advice names the command that fetches it.
     if ".git/annex/objects/" in os.readlink(link):
-        return "a link to content that git-annex does not have here; fetch it with: git annex get"
-    return "a link to nothing"
+        return "a link to content that git-annex has not fetched; fetch it with: git annex get"
+    return "a broken link: its target does not exist"
 
 
 def _etag(status: os.stat_result) -> str:

@@ -1,8 +1,8 @@
-"""How busy this process is with stores, for whoever shows progress: requests in flight, bytes that came, and requests
-that were sent again.
+"""Counters of this process's use of stores, for progress reports: requests in flight, bytes received, repeated
+requests.
 
-Counted where a request is made, at the cost of two operations on a set. obstore sends requests again by itself and
-tells nobody: of object stores there are no retries here.
+Requests are counted where they are made, at the cost of two operations on a set. obstore repeats requests by itself and
+reports none of these repeats, so the retries of object stores are missing here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from contextlib import contextmanager
 
 __all__ = ["arrived", "arrivals", "flying", "in_flight", "retried", "retries"]
 
+# A set without a lock: add() and discard() are atomic in CPython, and every request of every thread makes both calls.
 _threads: set[int] = set()
-"""Those that are at a request now; adding and discarding are atomic."""
+"""Identifiers of the threads that are at a request now."""
 _retries = 0
 _arrived = 0
+# `+=` on the counters is a read and a write, between which another thread may run; so both counters need the lock.
 _lock = threading.Lock()
 
 
 @contextmanager
 def flying() -> Iterator[None]:
-    """Around one request, or several that one thread makes one after another."""
+    """Count this thread as busy for one request, or for several that it makes one after another."""
     me = threading.get_ident()
     _threads.add(me)
     try:
@@ -32,29 +34,29 @@ def flying() -> Iterator[None]:
 
 
 def in_flight() -> int:
-    """How many threads are at a request."""
+    """Return the number of threads that are at a request."""
     return len(_threads)
 
 
 def arrived(nbytes: int) -> None:
-    """A request was answered, with about so many bytes."""
+    """Count an answer of about ``nbytes`` bytes."""
     global _arrived
     with _lock:
         _arrived += nbytes
 
 
 def arrivals() -> int:
-    """About how many bytes came since this process began."""
+    """Return about how many bytes arrived since this process began."""
     return _arrived
 
 
 def retried() -> None:
-    """A request is sent again."""
+    """Count a request that is sent again."""
     global _retries
     with _lock:
         _retries += 1
 
 
 def retries() -> int:
-    """How many requests were sent again since this process began."""
+    """Return how many requests were sent again since this process began."""
     return _retries

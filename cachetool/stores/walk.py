@@ -1,7 +1,7 @@
-"""What a walk through the folders of a file system leaves out, and counts; and what of a Zarr it must not leave out.
+"""Rules for walking through the folders of a file system: what a listing leaves out and counts.
 
-A chunk of a Zarr that is not there is read as fill values, so a link in the place of one is an error: nobody would
-notice.
+A Zarr reads a missing chunk as fill values, and nobody would notice. So a link in the place of a chunk is an error,
+while other links are only left out.
 """
 
 from __future__ import annotations
@@ -16,49 +16,57 @@ from cachetool.stores.base import ZARR_METADATA, LeftOut, Store
 __all__ = ["FOLLOW", "Walk"]
 
 FOLLOW = "--follow-links follows"
-"""The option that has links read wherever they lead."""
+"""The option that follows links wherever they lead."""
 _ZARR = ("zarr.json", ".zarray", ".zgroup")
-"""One of them lies in each folder of a Zarr that is a group or an array."""
+"""Metadata files of a Zarr. Each folder that is a group or an array has one of them."""
 
 _CHUNK = re.compile(r"(c|\d+)([./]\d+)*")
-"""Below its array, in versions 2 and 3: https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/."""
+"""Names of chunks below their array, in versions 2 and 3:
+https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/."""
 
 _MOST = 2**20
-"""Bytes of metadata; an array has fewer."""
+"""Most bytes of an array's metadata that are read; an array has fewer."""
 
 
 class Walk:
-    """The rules of one walk; keys as a store has them, folders ``""`` or with a ``/`` at their end."""
+    """The rules of one walk. Keys are those of the store; a folder is ``""`` or ends with a ``/``.
+
+    ``there(key)`` returns True if the store has this key. It is called for folders that :meth:`enter` was not called
+    for.
+    """
 
     def __init__(self, store: Store, there: Callable[[str], bool]) -> None:
-        """``there``: whether the store has this key; asked where :meth:`enter` was not told."""
         self._store, self._there = store, there
         self._entered: dict[str, frozenset[str]] = {}
         self._arrays: dict[str, bool] = {}
         self.left_out = LeftOut()
 
     def enter(self, folder: str, names: Iterable[str]) -> None:
-        """What lies in a folder, where all of it is known at once: it is then not asked for."""
+        """Remember the names in a folder if all are known at once, so that the store is not asked for them."""
         self._entered[folder] = frozenset(_ZARR).intersection(names)
 
     def hides(self, key: str, *, folder: bool) -> bool:
-        """Whether this is left out for its name: what begins with a dot, but for groups and arrays of a Zarr."""
+        """Return True if the name begins with a dot and is no group or array of a Zarr. Such names are left out."""
         above, name = _split(key)
         if not name.startswith(".") or name in ZARR_METADATA:
             return False
+        # A group or array of a Zarr may have any name, also one with a dot. Left out, its chunks would be read as fill
+        # values.
         if folder and self._in_zarr(above) and self._in_zarr(f"{key}/"):
             return False
         self.left_out["hidden"] += 1
         return True
 
     def leave_out(self, key: str, reason: str, why: str) -> None:
-        """Count and name what is no file. Raises :class:`BadObject` in the place of a chunk."""
+        """Count and name something that is no file. Raise :class:`BadObject` if it is in the place of a chunk."""
         folder = _split(key)[0]
+        # A chunk of version 3 lies in nested folders (c/0/1), so the array may be any of the folders above, not only
+        # the next one.
         while True:
             if self._is_array(folder) and _CHUNK.fullmatch(key.removeprefix(folder)):
                 raise BadObject(
-                    f"{self._store.url}: {key!r} is one of {reason}, which are left out, but a chunk that is not"
-                    " there is read as fill values;\nput the file itself there (cp -rL copies what links lead to)"
+                    f"{self._store.url}: chunk {key!r} would be left out ({reason}), and a missing chunk is read as"
+                    " fill values;\nreplace it by a regular file (cp -rL copies the targets of links)"
                     + (f", or {FOLLOW} it" if why.endswith(f"{FOLLOW} it") else "")
                 )
             if not folder:
@@ -84,8 +92,10 @@ class Walk:
         try:
             item = self._store.find(key)
             return json.loads(bytes(self._store.get_range(item, 0, min(item.size, _MOST)))).get("node_type")
+        # Safe to suppress: metadata that cannot be read names no array that any reader could open. RecursionError comes
+        # from JSON with thousands of nested brackets.
         except (AccessDenied, BadObject, NotFound, ValueError, AttributeError, RecursionError):
-            return None  # nobody can read it as metadata
+            return None
 
 
 def _split(key: str) -> tuple[str, str]:

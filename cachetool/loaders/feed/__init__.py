@@ -1,1 +1,1 @@
-"""The processes that make batches."""
+"""Feeder processes, which make batches for the training process."""

@@ -1,14 +1,14 @@
-"""Making the batches of a plan, one after another: what a feeder does, or the training process by itself.
+"""Making the batches of a plan, one after another, in a feeder or in the training process itself.
 
 ::
 
     Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or plain memory
                                   |-- nearly all made --> made(generation)
 
-A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
-batch.
+A feeder makes every ``feeders``-th batch. When another plan replaces the current one, the feeder drops the current plan
+at the next batch.
 
-Whether values that were gathered are those that were written: by the checksums that lie beside them.
+With ``verify=True`` the values are compared with the checksums that each shard stores beside them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ __all__ = ["Checks", "Mailbox", "Maker", "Sink", "announced", "work"]
 
 
 class Checks:
-    """Keeps the checksums of the parts of one view, 8 bytes a value, those that were needed so far."""
+    """The checksums of the shards of one view, 8 bytes a value, as far as they were needed."""
 
     def __init__(self) -> None:
         self._view: View | None = None
         self._checksums: dict[str, npt.NDArray[np.uint64]] = {}
 
     def check(self, view: View, indices: Int64s, block: Block) -> None:
-        """Compare the samples ``indices`` of ``view``, of some or all of its fields.
+        """Compare the samples ``indices`` of ``view``, of some or all of its fields, with their checksums.
 
-        Raises :class:`CorruptError` naming file, sample and field.
+        Raises :class:`CorruptError`, which names file, sample and field.
         """
+        # Checksums of shards that left the view are dropped: they take 8 bytes a value.
         if view is not self._view:
             parts = {part.id for part in view.parts}
             self._checksums = {id: values for id, values in self._checksums.items() if id in parts}
@@ -85,23 +86,25 @@ def _file(part: ShardFile) -> Path:
     return part.folder / (part.file or f"data{get_format(part.format).suffix}")
 
 
-_AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
-_DENSE = 8  # of so many samples one is read, at least, where all that lies between them is read as well
+# Samples whose order is computed at once: arrays of this size stay in the processor's L2 cache.
+_AHEAD = 2**14
+_DENSE = 8
+"""A number of samples: if one of so many or more is read, everything between the samples is read as well."""
 
 
 class Sink(Protocol):
-    """Where batches go."""
+    """The receiver of batches."""
 
     def open(self, over: Callable[[], bool]) -> bool:
-        """Wait for room for one batch; False, and none is taken, when it is ``over``."""
+        """Wait for room for one batch. Return False, and take no space, when ``over()`` is true."""
         ...
 
     def begin(self, schema: Schema) -> None:
-        """Say which fields the batch has."""
+        """Begin a batch with these fields."""
         ...
 
     def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Memory for the values of a field; to be filled before the next is asked for."""
+        """Return memory for the values of a field. Fill it before asking for the next one."""
         ...
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
@@ -114,7 +117,7 @@ class Sink(Protocol):
 
 
 class Mailbox:
-    """Plans that wait for their turn."""
+    """The plans that a feeder has received and not begun."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -122,23 +125,27 @@ class Mailbox:
         self._least = self._newest = 0
 
     def put(self, plan: EpochPlan) -> None:
-        """Add a plan; unless it only follows those before, they are over. The newest may come again to say so."""
+        """Add a plan. Unless the plan follows the plans before it, those are over."""
         with self._changed:
+            # A plan that follows is made behind the others. Only a plan that iter() asked for
+            # replaces those being made: a feeder that started late would otherwise skip an epoch.
             if not plan.follows:
                 self._least = plan.generation
                 while self._plans and self._plans[0].generation < self._least:
                     self._plans.popleft()
+            # The same plan may come a second time, to say that it no longer follows: what is left
+            # of the epoch before it need not be made any more.
             if plan.generation > self._newest:
                 self._plans.append(plan)
                 self._newest = plan.generation
             self._changed.notify_all()
 
     def is_over(self, plan: EpochPlan) -> bool:
-        """Whether another plan came in its place."""
+        """Return True if another plan replaced this one."""
         return plan.generation < self._least
 
     def get(self) -> EpochPlan:
-        """The next plan, waited for."""
+        """Wait for the next plan and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._plans)
             return self._plans.popleft()
@@ -158,12 +165,14 @@ def work(
 ) -> NoReturn:
     """Make the batches of feeder ``number`` of ``feeders``, plan after plan.
 
-    ``made`` is called when about ``soon`` seconds of work are left of a plan, at the latest when its last batch was
-    made. It must not fail.
+    ``made`` is called when about ``soon`` seconds of work are left of a plan, and at the latest after its last batch.
+    It must not fail.
     """
     maker = Maker(settings, sink, places, transform)
     while True:
         plan = mailbox.get()
+        # A plan without a view: the loader is idle. Open files would keep deleted shards on the
+        # disk.
         if plan.view is None:
             places.close()
             continue
@@ -171,7 +180,8 @@ def work(
         reported, began = False, time.perf_counter()
         over = functools.partial(mailbox.is_over, plan)
         for committed, left in maker.make(plan, plan.view, number=number, feeders=feeders, over=over):
-            # In the last quarter only: the first ones are made faster than they are taken.
+            # Only in the last quarter of a plan. The first batches are made faster than training
+            # takes them, so their rate says little about the seconds that are left.
             if not reported and 3 * left <= committed:
                 seconds = time.perf_counter() - began
                 if seconds * left <= soon * committed:
@@ -180,7 +190,7 @@ def work(
 
 
 class Maker:
-    """Makes batches, and hands them to ``sink``."""
+    """A maker of batches, which hands them to ``sink``."""
 
     def __init__(self, settings: Settings, sink: Sink, places: MappedParts, transform: Transform | None) -> None:
         self._settings, self._sink, self._places, self._transform = settings, sink, places, transform
@@ -190,7 +200,9 @@ class Maker:
         self._fields: Schema | None = None
 
     def _schema(self, view: View) -> Schema:
-        """The fields asked for: one object for as long as the dataset has the same ones."""
+        """Return the fields asked for: the same object as long as the dataset has the same fields."""
+        # The same object, because sink and tables of positions compare schemas by identity for each
+        # batch.
         if self._fields is None or view.schema != self._view_schema:
             self._view_schema = view.schema
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
@@ -199,14 +211,16 @@ class Maker:
     def make(
         self, plan: EpochPlan, view: View, *, number: int = 0, feeders: int = 1, over: Callable[[], bool]
     ) -> Iterator[tuple[int, int]]:
-        """Make every ``feeders``-th batch of a plan, but no more once it is ``over`` or an error was handed over.
+        """Make every ``feeders``-th batch of a plan. Stop when ``over()`` is true or after an error was handed over.
 
-        Yield after each batch how many were made, and how many are left.
+        Yield after each batch how many were made and how many are left.
         """
         step, opened = number, False
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
+            # Without a transform and without checks values are copied once, straight into the sink.
+            # Otherwise they need memory of their own first.
             direct = self._transform is None and self._checks is None
             empty = self._sink.values if direct else new_array
             chosen = None if self._selection is None else self._selection.chosen(view)
@@ -229,13 +243,16 @@ class Maker:
                     opened = False
                     committed = step // feeders + 1
                     yield committed, len(steps) - committed
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
+        # Any error: the training process waits for this batch, and must get the error in its place.
+        except Exception as error:  # noqa: BLE001
+            # The slot of the failed batch takes the error. Without one, a slot must be waited for.
             if opened or self._sink.open(over):
                 self._sink.fail(plan.generation, step, described(error))
 
     def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
-        """What becomes of samples that were gathered into memory of ours, copied into the sink."""
+        """Check and transform samples that were gathered into plain memory, and copy the result into the sink."""
         if self._checks is not None:
+            # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
         if self._transform is not None:
             block = self._transformed(self._transform, plan, view, indices, block)
@@ -249,7 +266,8 @@ class Maker:
     def _transformed(self, transform: Transform, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
         if len(indices):
             return transform(block, epoch=plan.epoch, indices=indices)
-        # Other ranks have the last samples: this one's batch is empty, and one of another's says which fields it has.
+        # The last samples went to other ranks, so this batch is empty. A transform must not be
+        # called with no samples; one sample of another rank shows which fields it returns.
         if (nothing := transform.nothing()) is None:
             other = np.zeros(1, dtype=np.int64)
             one = Block(block.schema, gather(view, other, self._places, block.schema))
@@ -260,11 +278,13 @@ class Maker:
 def _indices_of_steps(
     plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, chosen: Int64s | None
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """Some of these steps of a plan at a time, and the indices of the samples of each."""
+    """Yield some of these steps at a time, and the indices of the samples of each step."""
     cut = plan.steps(settings)
     most = max(1, _AHEAD // settings.batch_size)
     at = 0
-    ahead = most if plan.follows else 1  # else the first batches are waited for: little is computed ahead of them
+    # Training waits for the first batches of a plan that does not follow another: so little of the
+    # order is computed before them, and more each time.
+    ahead = most if plan.follows else 1
     while at < len(steps):
         now = steps[at : at + ahead]
         starts, stops = cut.bounds(now)
@@ -289,11 +309,20 @@ def announced(
     feeders: int,
     chosen: Int64s | None = None,
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """Some of these steps of a plan at a time, and the indices of the samples of each. Before it gives them it tells
-    ``places`` what they need, which then reads ahead.
+    """Announce the samples of some steps to ``places``, which reads ahead, then yield the steps and the indices of
+    their samples.
 
-    ``steps``: those of one feeder, every ``feeders``-th from its number on, or the last of them. ``chosen``: the
-    indices of the samples that take part, where it is not all of them.
+    Args:
+        plan: The plan of the epoch.
+        settings: The settings of the loader.
+        steps: The steps of one feeder, every ``feeders``-th from its number on, or the last of these.
+        places: Finds and reads the samples.
+        schema: The fields to read.
+        feeders: Number of feeders that read the epoch.
+        chosen: The indices of the samples that take part, (n,); None for all.
+
+    Yields:
+        Some of the steps, and for each step the indices of its samples, int64 (k,).
     """
     view = plan.view
     assert view is not None
@@ -305,18 +334,21 @@ def announced(
     small = view.schema.fixed_nbytes * settings.place(view)[1] <= NEAR and all(
         field.kind == "fixed" or field.name == KEY for field in view.schema
     )
-    # Of a small side of a split, most of what lies between its samples is nobody's.
+    # On a small side of a split most bytes between two samples belong to the other side, so they
+    # are not read.
     dense = chosen is None or _DENSE * len(chosen) >= view.samples
     if isinstance(order, EpochOrder) and order.window and small and dense:
-        # All that lies between the samples of a window is read, by whichever feeder.
+        # Everything between the samples of a window is read once, by one of the feeders.
         cut = plan.steps(settings)
         sharers = min(feeders, cut.count)
         feeder = int(steps[0]) % feeders
         start, stop = int(cut.bounds(steps[:1] - feeder)[0][0]), cut.reached(cut.count)
-        # As far as the others are with the same batch of theirs, and two windows; with the last one, all.
+        # Up to where the other feeders are with their batch of the same number, plus two windows;
+        # with the last batch, up to the end.
         reached = np.minimum(cut.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
         reached[-1] = stop
-        # Windows are numbered from the order's beginning, as by a feeder that goes on from another step of its own.
+        # Windows are numbered from the beginning of the order, so that a feeder that resumes at a
+        # step of its own numbers them as the others do.
         windows = (
             (count, (rows if chosen is None else chosen[rows])[(feeder + number) % sharers :: sharers])
             for number, (count, rows) in enumerate(order.runs(start, stop), start // order.window)
@@ -324,10 +356,13 @@ def announced(
         places.expect_windows(view, windows, schema, reached - start)
         yield from chunks
         return
-    # Of samples of other sizes in a window as well others need what is near, or this feeder a little later.
+    # Samples of other sizes in a window: the bytes near a sample are needed by other feeders, or by
+    # this one a little later, so larger gaps are read.
     near = RUN_BYTES if settings.shuffle == "window" and dense else NEAR
     before: tuple[list[int], list[Int64s]] | None = None
     for chunk in chunks:
+        # A chunk is announced before the one ahead of it is yielded, so the disk reads while
+        # batches of that are copied.
         places.expect(view, chunk[1], schema, first=before is None, near=near)
         if before is not None:
             yield before

@@ -1,12 +1,12 @@
-"""A feed in the process that trains, for notebooks and small jobs: each batch is made when it is asked for.
+"""A feed inside the training process, for notebooks and small jobs: each batch is made when it is asked for.
 
 ::
 
     begin: a snapshot is leased -- take: one batch is made -- ... -- delivered: the epoch counts, its lease ends
 
-No thread makes batches, so ``begin`` takes the snapshot, and none is taken ahead. A timer gives up what is leased when
-nobody asks for more. Data is read, not mapped, and files are closed when no epoch is under way: this process may stay
-for days beside a cache whose shards come and go.
+No thread makes batches. So ``begin`` takes the snapshot, and no snapshot is taken ahead. A timer gives up the lease
+when no more batches are asked for. Data is read rather than mapped, and files are closed while no epoch is under way,
+because this process may live for days beside a cache whose shards change.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from cachetool.proc.lines import closed, rebuilt, shared
 
 __all__ = ["InProcess"]
 
+"""Seconds between two looks for samples while there are too few."""
 _POLL = 0.2
 
 
@@ -48,8 +49,10 @@ class InProcess:
     def __init__(self, settings: Settings, *, transform: Function | None) -> None:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._settings, self._pace = settings, EpochTimes()
+        # The owner is noted beside the lock, because a signal handler runs in the thread that it
+        # interrupts. It would wait for ever for a lock that its own thread holds.
         self._lock, self._owner = threading.Lock(), 0
-        """Held, by the thread that is named, while the catalog is used: the timer uses it too."""
+        """The lock on the catalog, and the thread that holds it. The timer uses the catalog too."""
         self._timer: threading.Timer | None = None
         self._snapshots = EpochSnapshots(settings, self._published)
         self._sink, self._places = _Sink(), MappedParts(maps=False)
@@ -65,6 +68,7 @@ class InProcess:
         assert plan.view is not None
         self._places.keep(plan.view)
         self._batches = self._maker.make(plan, plan.view, over=lambda: False)
+        # After the snapshot was taken: training waits for that one, but not for these transactions.
         with self._using():
             self._snapshots.finish_epochs()
         self._pace.begun()
@@ -82,6 +86,8 @@ class InProcess:
 
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        # A second thread, or a handler in the middle of a batch, would mix up the batches of two
+        # loops.
         if self._making:
             raise shared()
         self._making = True
@@ -90,12 +96,14 @@ class InProcess:
                 next(self._batches, None)
         finally:
             self._making = False
-            if self.closed:  # meanwhile
+            # A handler closed the feed while the batch was made, and left the lease to this call.
+            if self.closed:
                 self._end()
         if self.closed:
             raise closed()
         batch = self._sink.batch
         self._sink.batch = None
+        # Another loop over the same loader took the batch, or began another epoch.
         if batch is None or batch[0] != generation:
             raise shared()
         if not isinstance(batch, Batch):
@@ -105,7 +113,7 @@ class InProcess:
         return [batch]
 
     def half_delivered(self, generation: int) -> None:
-        """See :class:`~cachetool.loaders.feed.protocol.Feed`: nothing is taken ahead."""
+        """Do nothing: no snapshot is taken ahead. See :class:`~cachetool.loaders.feed.protocol.Feed`."""
 
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -115,15 +123,18 @@ class InProcess:
                 self._snapshots.finish_epochs()
 
     def ready(self, generation: int, step: int) -> bool:
-        """See :class:`~cachetool.loaders.feed.protocol.Feed`: none is made before it is asked for."""
+        """Return False: no batch is made before it is asked for. See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         return False
 
     def lock_pages(self, lock: Lock | None) -> None:
-        """See :class:`~cachetool.loaders.feed.protocol.Feed`: what is new with each batch costs more to lock than to
-        copy."""
+        """Do nothing. See :class:`~cachetool.loaders.feed.protocol.Feed`.
+
+        The memory of a batch is new here each time, and locking it costs more than copying it.
+        """
 
     def left(self, generation: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
+        # In a forked child the snapshot belongs to the parent.
         if self.pid == os.getpid() and not self.closed:
             self._snapshots.left(generation)
             self._watch(self._settings.hold)
@@ -138,8 +149,8 @@ class InProcess:
         return self._snapshots.state(generation, reached)
 
     def close(self) -> None:
-        """See :class:`~cachetool.loaders.feed.protocol.Feed`. In the middle of a call, as of a signal's handler, that
-        call gives the lease back when it ends."""
+        """See :class:`~cachetool.loaders.feed.protocol.Feed`. Called by a signal handler in the middle of another call,
+        this leaves the lease to that call, which gives it back when it ends."""
         if self.pid != os.getpid():
             return
         self.closed = True
@@ -150,8 +161,9 @@ class InProcess:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """While the catalog is used; then what is leased is watched."""
-        if self._owner == threading.get_ident():  # a signal's handler, in the middle of a transaction
+        """Hold the catalog; afterwards set the timer for what is leased."""
+        # A signal handler runs in the middle of a transaction of this same thread.
+        if self._owner == threading.get_ident():
             raise closed() if self.closed else shared()
         try:
             with self._lock:
@@ -161,12 +173,16 @@ class InProcess:
                         raise closed()
                     yield
                     seconds = self._snapshots.tick()
+                    # The timer is set anew after each use, because each use may change when the
+                    # lease ends.
                     self._unwatch()
                     if seconds is not None:
                         self._watch(seconds)
                 finally:
                     self._owner = 0
         finally:
+            # A call that was interrupted by close() gives the lease back here, after the lock is
+            # free.
             if self.closed:
                 self._end()
 
@@ -181,16 +197,20 @@ class InProcess:
                 if talk.over:
                     raise given_up(settings, short) from None
                 talk.tell(short)
+            # Outside the lock, so that another thread can close the loader while this one waits.
             time.sleep(_POLL)
 
     def _published(self, plan: EpochPlan) -> None:
         if plan.view is None:
+            # The loader is idle: open files would keep deleted shards on the disk.
             self._batches = iter(())
             self._places.close()
 
     def _watch(self, seconds: float) -> None:
-        """Look after so many seconds whether what is leased is to be given up."""
+        """Look after ``seconds`` seconds whether the lease is to be given up."""
         if self._timer is None:
+            # An hour at most, because hold= may be infinite, which no timer takes. The timer looks
+            # again.
             self._timer = threading.Timer(min(seconds, 3600.0), _look, (weakref.ref(self),))
             self._timer.daemon = True
             self._timer.start()
@@ -202,8 +222,11 @@ class InProcess:
 
     def _end(self) -> None:
         try:
-            beside(self._give_back)  # the garbage collector may end a loader in the middle of a transaction
-        except RuntimeError:  # the interpreter ends, and starts no thread
+            # In a thread of its own, because the garbage collector may end a loader in the middle
+            # of a transaction of this thread.
+            beside(self._give_back)
+        # The interpreter ends and starts no thread any more.
+        except RuntimeError:
             self._give_back()
 
     def _give_back(self) -> None:
@@ -215,10 +238,12 @@ class InProcess:
 
 
 def _look(feed: weakref.ref[InProcess]) -> None:
-    """The timer's function; it keeps no loader alive."""
+    """Look whether the lease of a loader is to be given up; the function of the timer."""
+    # The timer holds a weak reference, so that it keeps no loader alive.
     here = feed()
     if here is not None and not here.closed:
-        with contextlib.suppress(CacheToolError), here._using():  # closed meanwhile
+        # The feed may be closed meanwhile.
+        with contextlib.suppress(CacheToolError), here._using():
             pass
 
 

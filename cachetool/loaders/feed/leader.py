@@ -1,4 +1,4 @@
-"""What the first feeder does beside its batches: the catalog's transactions, and telling the others what to read."""
+"""The second thread of the leader: runs the catalog's transactions and tells the other feeders what to read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from cachetool.proc.lines import Lines, described, ready, write_line
 
 __all__ = ["Leader"]
 
+"""Seconds between two looks for samples while there are too few."""
 _POLL = 0.2
+# Counting an epoch and ending its lease take 10 to 60 ms on a busy disk. They run after the next
+# epoch began, or when none begins within this time.
 _SOON = 0.6
-"""Seconds after the end of an epoch in which the next one may begin at once, which then has not to wait."""
+"""Seconds after the end of an epoch in which the next epoch may begin without waiting for the end of this one."""
 _GRACE = 0.5
-"""Seconds that the clean-up may take once the training process is gone."""
+"""Seconds that the clean-up may take once the training process has ended."""
 
 
 class Leader:
-    """Does what the training process asks for, and what is due by itself."""
+    """The listener of feeder 0: answers the training process, and runs the transactions that are due."""
 
     def __init__(
         self,
@@ -40,13 +43,14 @@ class Leader:
         self._settings, self._mailbox, self._lines = settings, mailbox, lines
         self._answers, self._followers, self._pids = answers, followers, pids
         self._snapshots = EpochSnapshots(settings, self._publish)
+        # A pipe, because the listener waits for descriptors: the main thread wakes it by a byte.
         self._woken, self._wake = os.pipe()
         self._made_generation = 0
         self._sent: View | None = None
         self._pending: tuple[dict[str, Any], Talk] | None = None
 
     def made(self, generation: int) -> None:
-        """Called by the main thread."""
+        """Note that all batches of a plan, or nearly all, are made. The main thread calls this."""
         self._made_generation = generation
         os.write(self._wake, b"\0")
 
@@ -56,24 +60,30 @@ class Leader:
             value = plan.to_json(self._sent)
             self._sent = plan.view or self._sent
             for fd in self._followers:
-                with contextlib.suppress(BrokenPipeError):  # it died, after which all of us end
+                # A feeder died. The keeper notices that and ends all of them.
+                with contextlib.suppress(BrokenPipeError):
                     write_line(fd, value)
 
     def run(self, life: int) -> None:
-        """Until the training process ends, or all are to end."""
+        """Answer requests of the training process until it ends, or until all feeders must end."""
         self._say({"id": 0, "feeders": self._pids})
         while True:
             for asked in self._lines:
-                if asked["do"] in ("left", "half_delivered"):  # said at any time, also while an answer is waited for
+                # These come at any time, also while another question waits for samples, which must
+                # continue waiting.
+                if asked["do"] in ("left", "half_delivered"):
                     getattr(self._snapshots, asked["do"])(asked["generation"])
                     continue
                 if asked["do"] == "stop":
                     self._leave()
-                self._pending = None  # whoever waited for it gave up
+                # The training process asks something else, so it has given up waiting for the
+                # earlier answer.
+                self._pending = None
                 self._answer(asked)
             if self._pending is not None:
                 self._answer(self._pending[0])
             wait = _POLL if self._pending else self._snapshots.tick()
+            # If no next epoch is asked for, the finished one is counted after this time.
             if self._snapshots.has_unfinished:
                 wait = min(wait or _SOON, _SOON)
             pipes = ready(wait, self._lines.fd, self._woken, life)
@@ -93,18 +103,22 @@ class Leader:
         except NotYet as short:
             self._later(asked, short)
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever asked
+        # Any error: the training process waits for an answer and must get the error.
+        except Exception as error:  # noqa: BLE001
             result = {"error": described(error)}
         self._pending = None
         if result is not None:
             self._say({"id": asked["id"], **result})
         if asked["do"] == "begin":
+            # After the answer: training waits for that, but for none of these transactions.
             self._snapshots.finish_epochs()
-            # An epoch that was made, or nearly, while the one before was delivered.
+            # The batches of this epoch may have been made while training still took those of the
+            # epoch before.
             self._snapshots.made(self._made_generation)
 
     def _say(self, value: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the training process is gone, which is noticed by other means
+        # The training process has ended. The keeper and the pipe on stdin tell that too.
+        with contextlib.suppress(BrokenPipeError):
             write_line(self._answers, value)
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
@@ -126,7 +140,9 @@ class Leader:
             case "delivered":
                 generation = asked["generation"]
                 self._snapshots.half_delivered(generation)
-                self._snapshots.made(generation)  # batches beyond an agreed number of steps are not made any more
+                # With an agreed number of steps some batches are never made. So the plan counts as
+                # made.
+                self._snapshots.made(generation)
                 self._snapshots.delivered(generation, Delivered(*asked["pace"]))
                 return None
             case "refresh":
@@ -141,7 +157,9 @@ class Leader:
         return Begun.of(plan, self._settings).to_json()
 
     def _leave(self) -> None:
-        """Give the leases back, if that is quick: they end with this process in any case."""
+        """Give the leases back if that is quick. They end with this process in any case."""
+        # A timer, because a transaction may wait for a busy disk, and the keeper kills this process
+        # soon.
         threading.Timer(_GRACE, os._exit, (0,)).start()
         with contextlib.suppress(Exception):
             self._snapshots.close()

@@ -1,9 +1,8 @@
-"""What makes the batches of a loader: child processes (:mod:`~cachetool.loaders.feed.processes`), or this process by
-itself (:mod:`~cachetool.loaders.feed.in_process`).
+"""The interface of a maker of batches, and the times of an epoch in the training process.
 
-How an epoch goes for the process that trains: counted where it waits, and told when the epoch ends.
-
-Nothing is counted for a batch that is ready when it is asked for: that way stays as short as it is.
+Batches are made by child processes (:mod:`~cachetool.loaders.feed.processes`) or by the training process itself
+(:mod:`~cachetool.loaders.feed.in_process`). Waits are counted only for batches that are not ready, so taking a ready
+batch costs nothing more.
 """
 
 from __future__ import annotations
@@ -22,29 +21,36 @@ __all__ = ["Feed", "EpochTimes"]
 
 
 class Feed(Protocol):
-    """Makes the batches of one epoch after another. Belongs to one thread at a time."""
+    """A maker of the batches of one epoch after another. One thread at a time uses it."""
 
     pid: int
-    """Of the process that it belongs to."""
+    """The pid of the process that the feed belongs to."""
     closed: bool
-    """Whether it was closed, by itself too when a feeder died."""
+    """True if the feed was closed, by its owner or by itself after a feeder died."""
     unsure: bool
-    """Whether :meth:`take` was interrupted, as whoever calls it notes: batches may have been taken out that were not
-    counted, so no other epoch may begin."""
+    """True if :meth:`take` was interrupted; the caller of :meth:`take` sets it.
+
+    Batches may have been taken that were not counted, so no other epoch may begin.
+    """
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
-        """Start an epoch on the snapshot taken for it, else on the newest, or take one up again; waits until there is
-        enough to train on."""
+        """Start an epoch on the snapshot that was taken for it, otherwise on the newest, or resume one.
+
+        Wait until there are enough samples.
+        """
         ...
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
-        """What :meth:`begin` then starts; the present epoch if it is this one and nothing is resumed."""
+        """Take the snapshot of an epoch now, and return the epoch that :meth:`begin` will start.
+
+        Return the current epoch if it has this number and nothing is resumed.
+        """
         ...
 
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
-        """The batches of this step, which is waited for, and of those behind it that are there, ``most`` at most.
+        """Wait for the batch of ``step``. Return it with the batches behind it that are ready, at most ``most`` in all.
 
-        Steps are taken in order. Raises what happened while the batch of ``step`` was made.
+        Steps are taken in order. Raises the error that happened while the batch of ``step`` was made.
         """
         ...
 
@@ -53,43 +59,49 @@ class Feed(Protocol):
         ...
 
     def half_delivered(self, generation: int) -> None:
-        """Half of the batches of the epoch were delivered."""
+        """Note that half of the batches of the epoch were delivered."""
         ...
 
     def delivered(self, generation: int, batches: int) -> None:
-        """The last of so many batches of the epoch was delivered."""
+        """Note that the last of ``batches`` batches of the epoch was delivered."""
         ...
 
     def ready(self, generation: int, step: int) -> bool:
-        """Whether :meth:`take` would not wait for this step."""
+        """Return True if :meth:`take` would not wait for this step."""
         ...
 
     def lock_pages(self, lock: Lock | None) -> None:
-        """Let batches of the present epoch lie in memory that is locked so, if it is shared with feeders. They are for
-        whoever sees to it that no device reads a batch that nothing sees any more."""
+        """Put the batches of the current epoch into memory that ``lock`` locks, if that memory is shared with feeders.
+
+        The caller makes sure that no device reads a batch to which nothing refers any more.
+        """
         ...
 
     def left(self, generation: int) -> None:
-        """Nobody has the iterator of this epoch any more, which was not delivered whole: its snapshot is given up
-        ``hold`` seconds from now. May be called in the middle of any other call."""
+        """Give the snapshot of an epoch up in ``hold`` seconds, because its iterator was deleted before the last batch.
+
+        May be called in the middle of any other call.
+        """
         ...
 
     def regain(self, generation: int) -> bool:
-        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
+        """Keep the snapshot of an epoch that was :meth:`left`. Return False if it was given up before."""
         ...
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
-        """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks. Raises
-        :class:`UsageError` when another one is the present one."""
+        """Return what :meth:`begin` needs to resume the current epoch after ``reached`` samples of all ranks.
+
+        Raises :class:`UsageError` when another epoch is the current one.
+        """
         ...
 
     def close(self) -> None:
-        """Stop. May be called twice; batches already taken stay as they are."""
+        """Stop. May be called twice; batches that were taken stay valid."""
         ...
 
 
 class EpochTimes:
-    """The waits of one epoch, from the moment in which it is asked for."""
+    """The waits of one epoch, counted from the moment in which the epoch is asked for."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -97,12 +109,12 @@ class EpochTimes:
         self._waited = 0.0
 
     def begun(self) -> None:
-        """The epoch can begin: what passed until now was waited for."""
+        """Count the time until now as waiting, because the epoch can begin only now."""
         self._waited = time.monotonic() - self._began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While a batch is waited for."""
+        """Count the time of a ``with`` block as waiting for one batch."""
         began = time.monotonic()
         try:
             yield
@@ -111,5 +123,5 @@ class EpochTimes:
             self._waited += time.monotonic() - began
 
     def delivered(self, batches: int) -> Delivered:
-        """How it went, now that the last batch is out."""
+        """Return the times and waits of the epoch after its last batch."""
         return Delivered(time.monotonic() - self._began, batches, self._waits, self._waited)

@@ -1,7 +1,7 @@
-"""The user's function over samples or batches, and columns made of what it gives.
+"""The user's function over samples or batches, and the columns made of its results.
 
-It comes to the feeders by cloudpickle: lambdas, closures and functions of a notebook too. What it gives first fixes the
-fields of all that follows.
+Feeders get the function by cloudpickle, so lambdas, closures and functions of a notebook work too. Its first result
+fixes the fields of all later results.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ Function = Callable[..., Mapping[str, Any]]
 
 
 def dumps(function: Function) -> bytes:
-    """The function as bytes. Raises :class:`UsageError` when it holds something that cannot be sent."""
+    """Return the function as bytes. Raises :class:`UsageError` when it holds something that cannot be sent."""
     import cloudpickle
 
     try:
@@ -35,18 +36,19 @@ def dumps(function: Function) -> bytes:
     except Exception as error:
         raise UsageError(
             f"transform= cannot be sent to the feeders: {type(error).__name__}: {' '.join(str(error).split())};"
-            " make such objects inside the function, or use workers=0"
+            " create objects that cannot be pickled inside the function, or use workers=0"
         ) from error
 
 
 def loads(data: bytes | bytearray) -> Function:
-    """The function that :func:`dumps` was given, by the process that started this one. One that cannot be had here
-    raises why when it is called, where whoever waits for its first batch hears of it."""
+    """Return the function that another process gave to :func:`dumps`."""
     import cloudpickle
 
     try:
         function: Function = cloudpickle.loads(data)
-    except BaseException as error:  # noqa: BLE001 - imports of the user's run here
+    # Any error, because imports of the user's program run here. It is raised when the function is
+    # called: the training process hears of errors with its first batch only.
+    except BaseException as error:  # noqa: BLE001
         return functools.partial(_raise, error)
     return function
 
@@ -56,10 +58,10 @@ def _raise(error: BaseException, _: object) -> NoReturn:
 
 
 class Transform:
-    """The function with what it is called with: a dict of each sample, or one of arrays and lists for a whole batch.
+    """The user's function, called with a dict for each sample, or with a dict of arrays and lists for a whole batch.
 
-    A function with a parameter ``rng`` gets a ``numpy.random.Generator`` that seed, epoch and the sample's number (of a
-    batch: that of its first sample) decide.
+    A function with a parameter ``rng`` gets a ``numpy.random.Generator``. Seed, epoch and the number of the sample (of
+    the first sample for a batch) decide its numbers.
     """
 
     def __init__(self, function: Function, *, transform_each: str, seed: int) -> None:
@@ -68,13 +70,14 @@ class Transform:
         self._schema: Schema | None = None
 
     def __call__(self, block: Block, *, epoch: int, indices: Int64s) -> Block:
-        """What comes out for the samples ``indices`` of an epoch.
+        """Return the function's results for the samples ``indices`` of an epoch.
 
-        Raises :class:`TransformError` from what the function raises; :class:`UsageError` for a result that is not what
-        the first one was.
+        Raises :class:`TransformError` for an error that the function raises, and :class:`UsageError` for a result that
+        differs in its fields from the first one.
         """
         if self._batch:
             given = _values(block)
+            # Copied to a list: the function may change the dict that it is given.
             kept = {field.name: list(given[field.name]) for field in block.schema if field.kind == "ragged"}
             return self._block(self._call(given, epoch, int(indices[0])), block.schema, kept)
         ragged = [field.name for field in block.schema if field.kind == "ragged"] if self._schema is None else []
@@ -82,7 +85,8 @@ class Transform:
         results = []
         for i, number in enumerate(indices.tolist()):
             sample = block.sample(i)
-            for name in ragged:  # now: the function may change the dict that it is given
+            # Kept before the call, because the function may change the dict that it is given.
+            for name in ragged:
                 before[name].append(sample[name])
             results.append(self._call(sample, epoch, number))
         if self._schema is None:
@@ -90,37 +94,44 @@ class Transform:
         return _checked(self._schema, results, block.schema)
 
     def nothing(self) -> Block | None:
-        """What comes out for no samples; None as long as it is not known which fields come out."""
+        """Return the result for no samples; None as long as the fields of the results are not known."""
         return None if self._schema is None else Block.from_samples(self._schema, [])
 
     def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
+        # Made again for each sample from its number, so that a sample gets the same random numbers
+        # with any number of feeders, and after a resume.
         extra = {"rng": np.random.default_rng((self._seed % 2**64, epoch, number))} if self._random else {}
         try:
             result = self._function(argument, **extra)
-        except KeyboardInterrupt:  # of the process that trains: feeders ignore the signal
+        # Ctrl-C with workers=0. Feeders ignore the signal.
+        except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
+        # Also SystemExit, and what panics of Rust libraries become: nothing else would report them.
+        except BaseException as error:
             raise TransformError(self._which(argument, number)) from error
         if not isinstance(result, Mapping) or not result:
-            less = "; to leave samples out use one over batches, which may give fewer" if result is None else ""
-            gave = "an empty one" if isinstance(result, Mapping) else type(result).__name__
+            less = "; to leave samples out use transform_each='batch', which may return fewer" if result is None else ""
+            gave = "an empty dict" if isinstance(result, Mapping) else type(result).__name__
             where = self._which(argument, number)
-            raise UsageError(f"transform= must give a dict of fields, it gave {gave}{where}{less}")
+            raise UsageError(f"transform= must return a dict of fields, but it returned {gave}{where}{less}")
         if others := [name for name in result if not isinstance(name, str)]:
-            raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
+            raise UsageError(f"transform= must return field names that are str, but it returned {others[0]!r}")
         return result
 
     def _which(self, argument: Mapping[str, Any], number: int) -> str:
-        """Of which sample, or that a batch begins with, it was called: by its key if it was given that."""
+        """Return text that names the sample, or the first sample of the batch: by its key if the function got the
+        key."""
         key = argument.get(KEY)
         if self._batch and isinstance(key, Sequence) and not isinstance(key, str) and key:
             key = key[0]
         name = f"{key!r:.80}" if isinstance(key, str) else str(number)
-        return f" (batch from sample {name} on)" if self._batch else f" (sample {name})"
+        return f" (batch that begins with sample {name})" if self._batch else f" (sample {name})"
 
     def _block(self, result: Mapping[str, Any], given: Schema, kept: Mapping[str, list[Any]]) -> Block:
         fields = {field.name: field for field in self._schema or ()}
         names = list(fields) if fields.keys() == result.keys() else result
+        # An empty list has no dtype. Its field is that of the batch before, else that of the cache:
+        # guessing float64 made runs fail at the next batch.
         likely = {field.name: field for field in given} if self._schema is None else fields
         columns = {}
         for name in names:
@@ -132,24 +143,29 @@ class Transform:
         schema = _together([field for field, _ in columns.values()])
         self._schema = self._schema or schema
         if schema != self._schema:
-            raise UsageError(f"transform= gave {schema.describe()}; at first it gave {self._schema.describe()}")
+            raise UsageError(
+                f"transform= returned {schema.describe()}; the first time it returned {self._schema.describe()}"
+            )
         lengths = {name: len(column) for name, (_, column) in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise UsageError(f"transform= of a batch gave columns that differ in length: {lengths}")
+            raise UsageError(f"transform= of a batch returned columns of different lengths: {lengths}")
         return Block(self._schema, {name: column for name, (_, column) in columns.items()})
 
 
 def _takes_rng(function: Function) -> bool:
     if isinstance(function, functools.partial) and "rng" in function.keywords:
-        return False  # the user's own, which the signature has as a default
+        # The user has bound it already. The signature of a partial still shows it, as a default.
+        return False
     try:
         return "rng" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have none
+    # Some builtin functions have no signature.
+    except (TypeError, ValueError):
         return False
 
 
 def _values(block: Block) -> dict[str, Any]:
-    """Columns as a user's function takes them: arrays; lists of str, bytes and arrays of differing shapes."""
+    """Return the columns as a user's function takes them: arrays, and lists of str, bytes and arrays of differing
+    shapes."""
     out: dict[str, Any] = {}
     for field in block.schema:
         column = block.columns[field.name]
@@ -160,21 +176,25 @@ def _values(block: Block) -> dict[str, Any]:
         else:
             raw = [column[i].tobytes() for i in range(len(column))]
             text = field.kind == "str"
+            # surrogateescape keeps bytes that are not UTF-8, so that a function that returns them
+            # changes nothing.
             out[field.name] = [value.decode("utf-8", "surrogateescape") for value in raw] if text else raw
     return out
 
 
 @contextlib.contextmanager
 def _of(what: str) -> Iterator[None]:
-    """A field that cannot be stored is one that the function gave; it has no ``--rename``."""
+    """Say in the error of a field that the function returned it, and leave out the hint at ``--rename``."""
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"transform= gave {what}: {str(error).partition('; rename ')[0]}") from error
+        # A field of a transform has no option, so the advice that names one is left out.
+        text = re.sub(r"; [^;]*--rename\b.*", "", str(error))
+        raise UsageError(f"transform= returned {what}: {text}") from error
 
 
 def _together(fields: Sequence[Field]) -> Schema:
-    with _of("fields that do not go together"):
+    with _of("fields that cannot be combined"):
         return Schema(tuple(fields))
 
 
@@ -189,23 +209,26 @@ def _field(name: str, value: Any) -> Field:
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     if masked(value) or (isinstance(value, list | tuple) and any(map(masked, value))):
-        raise UsageError(f"transform= gave masked values for field {name!r}; fill them: .filled(VALUE)")
+        raise UsageError(f"transform= returned masked values for field {name!r}; fill them: .filled(VALUE)")
     try:
         array = np.asarray(value)
-    except Exception as error:  # NumPy's own of unequal lists, and whatever other libraries' arrays raise
-        what = f"transform= gave {type(value).__name__} for field {name!r}, of which NumPy makes no array"
+    # NumPy raises for lists of unequal lengths, and arrays of other libraries raise anything.
+    except Exception as error:
+        what = f"transform= returned {type(value).__name__} for field {name!r}, which NumPy cannot convert to an array"
         raise UsageError(f"{what}: {' '.join(str(error).split())}") from error
     if array.dtype.kind in "OUSV":
         raise UsageError(
-            f"transform= gave {type(value).__name__} for field {name!r}; give arrays, numbers, str or bytes"
+            f"transform= returned {type(value).__name__} for field {name!r}; return arrays, numbers, str or bytes"
         )
     return array
 
 
 def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]) -> Schema:
-    """Of what came of the first batch; ``given``: the ragged values of its samples. Such a field stays ragged when its
-    first value was passed through, its values still differ in shape, or the only one has the shape that it had; under
-    another name, when all were passed through."""
+    """Return the schema of the first batch's results; ``given`` has the ragged values of its samples.
+
+    A field stays ragged when its first value was passed through, when its values still differ in shape, or when its
+    only value has the shape it had. Under another name a field stays ragged when all values were passed through.
+    """
 
     def of(name: str, value: Any) -> Field:
         field = _field(name, value)
@@ -220,7 +243,8 @@ def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]
 
 
 def _passed(values: Sequence[Any], given: Mapping[str, list[Any]]) -> bool:
-    """Whether all of these are values of a ragged field, as they were given."""
+    """Return True if all of these values are values of a ragged field, passed through unchanged."""
+    # By identity: an equal array that the function made is a new value.
     given_ids = {id(value) for column in given.values() for value in column}
     return all(id(value) in given_ids for value in values)
 
@@ -230,8 +254,10 @@ def _ragged(field: Field) -> Field:
 
 
 def _still(values: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether what was made of values of a ragged field is one too: arrays of one rank that differ in shape, or a
-    single one that has the shape of what it was made of."""
+    """Return True if values made of a ragged field's values are ragged again.
+
+    Arrays of one rank that differ in shape are ragged, and so is a single array that has the shape it was made of.
+    """
     if len(values) == len(given) == 1:
         return bool(np.shape(values[0]) == np.shape(given[0]))
     shapes = {value.shape if isinstance(value, np.ndarray) else () for value in values}
@@ -242,47 +268,51 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema
     for result in results:
         if result.keys() != set(schema.names):
             raise UsageError(
-                f"transform= gave the fields {', '.join(result)}; at first it gave {', '.join(schema.names)}"
+                f"transform= returned the fields {', '.join(result)}; the first time it returned"
+                f" {', '.join(schema.names)}"
             )
     try:
         return Block.from_samples(schema, results)
     except UsageError as error:
         pad = _pad(schema, results, given)
-        raise UsageError(f"transform= must give what its first result was: {error}{pad}") from error
+        raise UsageError(f"transform= must return the same types and shapes as the first time: {error}{pad}") from error
 
 
 def _pad(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) -> str:
-    """What to do where a field's values differ in shape."""
+    """Return the hint for a field whose values differ in shape."""
     ragged = {field.name for field in given if field.kind == "ragged"}
     for field in schema:
         if None not in field.shape and any(np.shape(result[field.name]) != field.shape for result in results):
             if field.name in ragged:
-                return f"; the first batch's {field.name!r} had one shape: pad the others too, or use larger batches"
-            return f"; pad {field.name!r} to one shape: only a field that is ragged in the cache may differ"
+                return f"; in the first batch {field.name!r} had one shape: pad the others too, or use larger batches"
+            return f"; pad {field.name!r} to one shape: only fields that are ragged in the cache may vary"
     return ""
 
 
 def _says_nothing(value: Any, *, listed: bool) -> bool:
-    """Whether a column has no value to tell its field by: an empty list; but for ``listed`` an empty array too, which
-    NumPy makes a float64 of an empty list."""
+    """Return True if a column has no value that tells its field: an empty list, or an empty array unless ``listed``."""
     if isinstance(value, list | tuple):
         return not value
+    # NumPy makes a float64 array of an empty list, so its dtype says nothing either.
     return not listed and isinstance(value, np.ndarray) and value.shape == (0,)
 
 
 def _nothing(name: str, field: Field | None) -> tuple[Field, Column]:
-    """A column without rows: all samples of a batch were left out."""
+    """Return a column without rows, for a batch of which all samples were left out."""
     if field is None:
         raise UsageError(
-            f"transform= gave an empty list for field {name!r} first, which does not say what it holds;\n"
-            "give an empty array of its dtype, or call the field as what it is made of"
+            f"transform= returned an empty list for field {name!r} the first time, so its type is unknown;\n"
+            "return an empty array of its dtype, or give it the name of the cached field that it is made from"
         )
     return field, Block.from_samples(Schema((field,)), []).columns[name]
 
 
 def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bool) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field. A list is a ragged column where it was before, where all of
-    it are values of the batch's (``given``), and where it has the name of one and values that :func:`_still` are so."""
+    """Return a whole column that the function returned, and its field.
+
+    A list is a ragged column in three cases. The field was ragged before. All its values are values of the batch
+    (``given``). Or it has the name of a ragged field, and its values are :func:`_still` ragged.
+    """
     listed = isinstance(value, list | tuple)
     still = listed and (ragged or _passed(value, given) or (name in given and _still(value, given[name])))
     if listed and (still or isinstance(value[0], str | bytes)):
@@ -293,7 +323,7 @@ def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bo
         return field, column
     array = _array(name, value)
     if not array.ndim:
-        raise UsageError(f"transform= of a batch must give columns; field {name!r} is a single {array.dtype}")
+        raise UsageError(f"transform= of a batch must return columns, but field {name!r} is a single {array.dtype}")
     with _of(f"field {name!r}"):
         dtype = storage_dtype(array.dtype)
         field = Field(name, dtype.str, array.shape[1:])

@@ -1,1 +1,1 @@
-"""Reads samples out of shards by their extents."""
+"""Modules that read samples out of shards, by the positions that the extents of a shard give."""

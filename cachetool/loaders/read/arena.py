@@ -5,14 +5,15 @@
     | file | file | file | free ...                                        |    16 TiB of addresses, no memory
     0      at     at                                                  len(bytes)
 
-So the bytes of all files of a snapshot are one array: a batch out of 500 shards is one copy with one vector of
-positions, as out of one. Grouped by shard it is 250 small copies.
+So the bytes of all files of a snapshot are one array. A batch out of 500 shards is one copy with one array of
+positions, as if it came out of one shard. Copied shard by shard it would be 250 small copies.
 
-Reserving costs nothing: no page of the range exists until a file is mapped there. Python's ``mmap`` cannot place a map,
-so files are mapped by the C library's, over the range that a Python map owns; that one unmaps all of it together when
-the last array that points into it is gone.
+Reserving costs nothing, because no page of the range exists until a file is mapped there. Python's ``mmap`` cannot
+choose the address of a map, so the C library maps the files over a range that one Python map owns. That Python map
+unmaps all of them together when the last array that points into the range is deleted.
 
-A process may have so many maps only. What belongs to a small file can be held in the range as a copy, without one.
+A process may have only a limited number of maps. So the range can also hold copies: the contents of a small file are
+copied into it and need no map of their own.
 """
 
 from __future__ import annotations
@@ -34,24 +35,37 @@ from cachetool.formats.runs import Bytes, Int64s, as_bytes
 
 __all__ = ["HUGE", "Arena", "Memory", "huge_pages", "map_at", "open_arena", "reserve"]
 
+# 16 TiB of addresses: they are not used again after a file is unmapped, so a long training run
+# needs many more than the cache has bytes.
 _RESERVED = 2**44
-_LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
+# Under a limit on addresses (ulimit -v) half is tried, and so on. Less than 64 GiB would be used up
+# too soon to be of use.
+_LEAST = 2**36
 _MAX_MAPS = "/proc/sys/vm/max_map_count"
-_USUAL_MAPS = 65_530  # where that cannot be read
-_FEW = 32  # maps: of fewer it is not worth while to look again
-_BLOCK = 2**22  # bytes held: so many are got at once
-_SMALLEST = mmap.PAGESIZE  # addresses of a map
-_ALIGN = 64  # of an array that is held
-HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
-_FIXED = 0x10  # MAP_FIXED of Linux on every processor
+_USUAL_MAPS = 65_530
+"""The default of Linux, where the limit cannot be read."""
+# Maps. When fewer than these are left, counting them again for each file would cost more than it
+# gains: the remaining shards are read without a map.
+_FEW = 32
+# Bytes that are got at once for copies. A map for each small copy would use up the limit of maps.
+_BLOCK = 2**22
+_SMALLEST = mmap.PAGESIZE
+"""The smallest number of addresses of a map."""
+_ALIGN = 64
+"""Alignment of a copied array: a cache line."""
+# Bytes of a huge page. A map shows huge pages of the page cache only if its address is aligned so.
+HUGE = 2**21
+# MADV_COLLAPSE of Linux 6.1, which Python's mmap module does not name. Older kernels refuse it.
+_COLLAPSE = 25
+# MAP_FIXED, which Python's mmap module does not name. It has this value on every processor.
+_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 _ANYWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 @functools.cache
 def _libc(name: str) -> Callable[[int, int, Any], int]:
-    """``madvise`` or ``mincore``."""
+    """Return ``madvise`` or ``mincore`` of the C library."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int if name == "madvise" else ctypes.c_char_p]
     return function  # type: ignore[no-any-return]
@@ -60,29 +74,32 @@ def _libc(name: str) -> Callable[[int, int, Any], int]:
 @functools.cache
 def _libc_mmap() -> Callable[[int, int, int, int, int, int], int]:
     function = ctypes.CDLL(None, use_errno=True).mmap
+    # Without a result type ctypes would cut the address down to 32 bits.
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     return function
 
 
 def map_at(address: int, length: int, protection: int, flags: int, fd: int, offset: int = 0) -> bool:
-    """Map a file over part of a range that :func:`reserve` gave; False when the kernel refuses."""
+    """Map a file over part of a range that :func:`reserve` returned. Return False when the kernel refuses."""
     return _libc_mmap()(address, length, protection, flags | _FIXED, fd, offset) != _FAILED
 
 
 def huge_pages(address: int, nbytes: int) -> None:
-    """Make huge pages of new shared memory, as far as it fills any: each of 512 pages costs whoever touches it first a
-    fault, and whoever looks at one byte of it a walk through the tables. A kernel that does not is none the worse."""
+    """Turn new shared memory into huge pages, as far as it fills whole ones. Kernels that cannot do it change
+    nothing."""
+    # Each of 512 small pages costs a page fault at the first write, and a walk through the page
+    # tables in the training process, which reads one byte of each.
     _libc("madvise")(address, nbytes & -HUGE, _COLLAPSE)
 
 
 def reserve(nbytes: int) -> Bytes:
-    """So many addresses without memory, all of them unmapped when the array is gone. Raises OSError."""
+    """Reserve ``nbytes`` addresses without memory, until the array is deleted. Raises OSError."""
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=_ANYWHERE, prot=0), dtype=np.uint8)
 
 
 def open_arena(*, share: float = 0.75) -> Arena | Memory:
-    """A new range; plain memory where there is none to be had: not Linux, not 64 bits, or too tight a limit on
+    """Return a new range, or plain memory if there can be none: not Linux, not 64 bits, or too tight a limit on
     addresses."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return Memory()
@@ -97,7 +114,7 @@ def open_arena(*, share: float = 0.75) -> Arena | Memory:
 
 @functools.cache
 def most_maps() -> int:
-    """How many maps a process may have."""
+    """Return how many maps a process may have."""
     try:
         return int(Path(_MAX_MAPS).read_text())
     except (OSError, ValueError):
@@ -105,16 +122,18 @@ def most_maps() -> int:
 
 
 def maps_now() -> int:
-    """How many maps this process has; where nobody says, as many as there may be."""
+    """Return how many maps this process has; the maximum if the system does not say."""
     try:
         with open("/proc/self/maps", "rb") as listing:
+            # Counted in pieces of 64 KiB: the listing of 50,000 maps is some megabytes of text.
             return sum(piece.count(b"\n") for piece in iter(lambda: listing.read(2**16), b""))
     except OSError:
+        # The cautious answer: no file is mapped then, and all of them are read.
         return most_maps()
 
 
 class Memory:
-    """What stands for an :class:`Arena` where there is none to be had: it maps nothing, and holds columns all the
+    """Plain memory in place of an :class:`Arena`, where there can be none. It maps no files, and holds copies all the
     same."""
 
     def __init__(self) -> None:
@@ -123,21 +142,21 @@ class Memory:
 
     @property
     def spent(self) -> bool:
-        """As of an arena."""
+        """See :attr:`Arena.spent`."""
         return _spent(self._let_go, self._next)
 
     def look(self) -> None:
-        """As of an arena."""
+        """Do nothing: there are no maps to count."""
 
     def map(self, path: Path | str, *, links: bool = True) -> tuple[int, int] | None:
-        """None."""
+        """Return None: no file can be mapped."""
         return None
 
     def unmap(self, at: int) -> None:
-        """Nothing was mapped."""
+        """Do nothing: nothing was mapped."""
 
     def hold(self, array: npt.NDArray[Any]) -> int:
-        """As of an arena, but :attr:`bytes` may be another array afterwards."""
+        """Copy an array into the memory. Afterwards :attr:`bytes` may be another array, unlike that of an arena."""
         at = self._next
         self._next += -(-array.nbytes // _ALIGN) * _ALIGN
         if self._next > len(self.bytes):
@@ -148,15 +167,15 @@ class Memory:
         return at
 
     def let_go(self, nbytes: int) -> None:
-        """As of an arena."""
+        """See :meth:`Arena.let_go`."""
         self._let_go += nbytes
 
     def asleep(self, positions: Int64s) -> npt.NDArray[np.bool_]:
-        """None of it."""
+        """Return False for each position: all of it is in memory."""
         return np.zeros(len(positions), dtype=np.bool_)
 
     def will_need(self, starts: Int64s, sizes: Int64s, *, near: int) -> None:
-        """It is there."""
+        """Do nothing: all of it is in memory."""
 
 
 def _spent(let_go: int, held_bytes: int) -> bool:
@@ -164,28 +183,34 @@ def _spent(let_go: int, held_bytes: int) -> bool:
 
 
 class Arena:
-    """The range. Reading outside the files kills the process, so whoever takes positions from a file checks them.
+    """A reserved range of addresses with the files mapped in it.
 
-    Of the maps that a process may have (``vm.max_map_count`` of Linux) at most ``share`` are in use after a file was
-    mapped, whoever made them: the rest is for what the program does besides.
+    Reading an address of the range where no file is mapped kills the process. So code that takes positions from a file
+    checks them.
+
+    The maps of a process are limited (``vm.max_map_count`` of Linux). After a file was mapped, at most the part
+    ``share`` of them is in use, the process that made them. The others are left for the rest of the program.
     """
 
     def __init__(self, nbytes: int, *, share: float = 0.75) -> None:
         self._share = share
         self.bytes: Bytes = reserve(nbytes)
-        """The whole range, read-only."""
+        """The whole range as bytes, read-only."""
         self._base = int(self.bytes.ctypes.data)
         self._next = -self._base % HUGE
         self._lengths: dict[int, int] = {}
         self._mapped = 0
-        self._room = 0  # maps that may be made before it is looked again; below 0: none
+        self._room = 0
+        """Maps that may be made before they are counted again. Below 0: none may be made."""
         self._held_bytes = self._let_go = 0
-        self._block: Bytes = np.empty(0, dtype=np.uint8)  # a part of the range that can be written
+        self._block: Bytes = np.empty(0, dtype=np.uint8)
+        """The part of the range that can be written."""
         self._hold_at = self._hold_end = 0
 
     @property
     def spent(self) -> bool:
-        """Whether most of the range lies behind, or of what was held: then a new one serves better."""
+        """Return True if a new range would serve better: most of this one, or of the copies in it, is no longer
+        used."""
         return 2 * (self._next - self._mapped) > len(self.bytes) or _spent(self._let_go, self._held_bytes)
 
     @property
@@ -194,20 +219,21 @@ class Arena:
         return len(self._lengths)
 
     def look(self) -> None:
-        """Look up anew how many maps there may be."""
+        """Make the next :meth:`map` count the maps of the process again."""
         self._room = 0
 
     def map(self, path: Path | str, *, links: bool = True) -> tuple[int, int] | None:
-        """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened, and
-        :class:`CorruptError` for a link where ``links`` are not followed.
+        """Map a file read-only. Return its position in the range and its size in bytes.
 
-        None when the range is used up (what was unmapped is not used again) or there are too many maps.
+        Return None when the range is used up (addresses are not used twice) or when there are too many maps. Raises
+        OSError when the file cannot be opened, and :class:`CorruptError` for a link when ``links`` are not followed.
         """
         if not self._has_room():
             return None
         fd, size = open_plain(path, links=links)
         try:
-            # Smaller ones side by side, without a gap, which would count as a map: they get no huge page anyway.
+            # Files below 2 MiB get no huge page, so they lie side by side. A gap between two of
+            # them would count as a map of its own.
             unit = HUGE if size >= HUGE else _SMALLEST
             at, length = self._place(size, unit)
             if at + length > len(self.bytes):
@@ -215,6 +241,7 @@ class Arena:
             if size and not map_at(self._base + at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
                 return None
         finally:
+            # The map keeps the file open by itself. Closed here, 10,000 shards need no descriptor.
             os.close(fd)
         self._enter(at, length)
         return at, size
@@ -230,29 +257,36 @@ class Arena:
         self._room -= 1
 
     def _has_room(self) -> bool:
-        """Whether one more map may be made. Each makes two at most, with the gap behind it: after half of those that
-        are left it is looked how many there are."""
+        """Return True if one more map may be made."""
         if self._room == 0:
+            # Counting reads a file of one line a map, so it is not done for each file. A map makes
+            # two entries at most, itself and the gap behind it, so half of what is left can be made
+            # without counting.
             self._room = max(0, (int(self._share * most_maps()) - maps_now()) // 2)
             if self._room < _FEW:
                 self._room = -1
         return self._room > 0
 
     def unmap(self, at: int) -> None:
-        """Let go of the file mapped at ``at``: nothing may read there any more."""
+        """Unmap the file at ``at``. Nothing may read there any more."""
         length = self._lengths.pop(at)
         self._mapped -= length
+        # The addresses are not given back but mapped without memory: otherwise the kernel could
+        # place a map of another library there, and the Python map would unmap that one at the end.
         if not map_at(self._base + at, length, 0, _ANYWHERE, -1):
             raise OSError(ctypes.get_errno(), "unmapping failed")
 
     def hold(self, array: npt.NDArray[Any]) -> int:
-        """Copy an array into the range, for as long as that is there; gives its position. Raises MemoryError."""
+        """Copy an array into the range, where it stays as long as the range. Return its position. Raises
+        MemoryError."""
         nbytes = -(-array.nbytes // _ALIGN) * _ALIGN
         if self._hold_at + nbytes > self._hold_end:
             at, length = self._place(max(nbytes, _BLOCK), HUGE)
             both = mmap.PROT_READ | mmap.PROT_WRITE
             if at + length > len(self.bytes) or not map_at(self._base + at, length, both, _ANYWHERE, -1):
-                raise MemoryError("no addresses or maps are left for the places of samples")
+                raise MemoryError("no address space or memory maps are left to read samples")
+            # A ctypes array gives writable memory at an address, as the read-only Python map
+            # cannot.
             block = (ctypes.c_char * length).from_address(self._base + at)
             self._block = np.frombuffer(memoryview(block), dtype=np.uint8)
             self._hold_at, self._hold_end, self._next = at, at + length, at + length
@@ -265,21 +299,25 @@ class Arena:
         return at
 
     def let_go(self, nbytes: int) -> None:
-        """So many of the bytes that are held are of no use any more."""
+        """Note that ``nbytes`` of the held copies are no longer needed."""
         self._let_go += nbytes
 
     def asleep(self, positions: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of these positions have pages that are not in memory, as far as the kernel says: bool, one each."""
+        """Return for each position whether its page is not in memory, according to the kernel: bool, one each."""
         return np.fromiter(self._asleep(positions), np.bool_, len(positions))
 
     def _asleep(self, positions: Int64s) -> Iterator[bool]:
         mincore, page = _libc("mincore"), ctypes.create_string_buffer(1)
         for at in positions.tolist():
+            # If mincore fails, the page counts as being in memory: then nothing is read ahead, and
+            # the copy waits for the disk, which is slower but right.
             yield mincore(self._base + (at & -mmap.PAGESIZE), 1, page) == 0 and not page.raw[0] & 1
 
     def will_need(self, starts: Int64s, sizes: Int64s, *, near: int) -> None:
-        """Have the kernel read these runs, without waiting for it; what lies between them too where it is at most
-        ``near`` bytes."""
+        """Ask the kernel to read these runs, without waiting. Gaps between them of at most ``near`` bytes are read as
+        well."""
+        # Sorted and joined, because one request for a long run is served much faster than many
+        # short ones, and each madvise call costs a system call.
         chosen = np.flatnonzero(sizes > 0)
         order = chosen[np.argsort(starts[chosen])]
         first = starts[order] & -mmap.PAGESIZE
@@ -292,5 +330,5 @@ class Arena:
             madvise(self._base + begin, end - begin, mmap.MADV_WILLNEED)
 
     def position(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-        """Where in :attr:`bytes` an array that is a view of it begins."""
+        """Return the position in :attr:`bytes` at which ``array``, a view of these bytes, begins."""
         return int(array.ctypes.data) - self._base

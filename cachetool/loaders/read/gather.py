@@ -1,13 +1,13 @@
-"""From positions to arrays: the values of any samples of a view, copied once, out of any format.
+"""Copies of the values of any samples of a view, made once, out of any format.
 
 ::
 
     indices -> where the bytes of each field lie -> copied into one column a field
                Places.locate gives Runs
 
-Who knows where they lie: :class:`~cachetool.loaders.read.mapped.MappedParts`, by their extents, for all uncompressed
-parts at once; of any other part :class:`Parts`, part by part (here): it is read through its format's library, whose
-block is then the buffer that is copied from.
+Two classes find the positions. :class:`~cachetool.loaders.read.mapped.MappedParts` computes them from the extents of
+all uncompressed shards at once. :class:`Parts` (here) handles any other shard: the library of its format reads a block,
+and that block is then the buffer from which values are copied.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ Opener = Callable[[ShardFile, Schema], "OpenPart"]
 
 
 class Runs(NamedTuple):
-    """Where the values of one field lie for some samples."""
+    """The positions of the values of one field, for some samples."""
 
     buffer: npt.NDArray[Any]
-    """Bytes; the values themselves for a scalar field."""
+    """The bytes that the positions refer to; for a scalar field the values themselves."""
     starts: Int64s
     """Position of each value in the buffer, (k,)."""
     sizes: Int64s | None = None
-    """Bytes of each value, (k,); None for a fixed field, whose values all have as many."""
+    """Bytes of each value, (k,); None for a fixed field, whose values all have the same size."""
     shapes: Int64s | None = None
     """Shape of each value of a ragged field, (k, rank)."""
     unmapped: Unmapped | None = None
-    """Where they are not in a buffer, but in files: ``starts`` are positions in these."""
+    """The files that have the values, if these are not in a buffer: ``starts`` are then positions in the files."""
 
     def slice(self, start: int, stop: int) -> Runs:
-        """The same of samples ``start`` to ``stop``."""
+        """Return the positions of samples ``start`` to ``stop`` alone."""
         sizes = None if self.sizes is None else self.sizes[start:stop]
         shapes = None if self.shapes is None else self.shapes[start:stop]
         unmapped = None if self.unmapped is None else self.unmapped.slice(start, stop)
@@ -78,49 +78,52 @@ class Runs(NamedTuple):
 
 
 Located = list[tuple[Int64s | None, Mapping[str, Runs]]]
-"""Which of the samples asked for (None: all, in order), and where the fields of those lie."""
+"""Groups of samples: which of the samples asked for (None: all, in order), and the positions of their fields."""
 
 
 class Places(Protocol):
-    """Knows where the samples of a view lie; belongs to one thread of one process."""
+    """A finder of the samples of a view. One thread of one process uses it."""
 
     def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
-        """Where the fields of ``schema`` lie for the samples ``indices`` of ``view``, in groups that differ.
+        """Return the positions of the fields of ``schema`` for the samples ``indices`` of ``view``, in groups.
 
-        Raises ``IndexError``, :class:`CorruptError`, and :class:`UsageError` when a part was evicted.
+        Raises ``IndexError``, :class:`CorruptError`, and :class:`UsageError` when a shard was evicted.
         """
         ...
 
     def keep(self, view: View) -> None:
-        """Close what is not in ``view``: an unlinked file that is still mapped still fills the disk."""
+        """Close the shards that are not in ``view``."""
+        # A deleted file that is still mapped still takes its space on the disk.
         ...
 
     def close(self) -> None:
-        """Let go of files and maps. May be called twice."""
+        """Close all files and maps. May be called twice."""
         ...
 
 
 class OpenPart(Protocol):
-    """One open part; belongs to one thread of one process."""
+    """One open shard. One thread of one process uses it."""
 
     def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
-        """Where the fields of ``schema`` lie for the samples ``within``. Raises :class:`CorruptError`."""
+        """Return the positions of the fields of ``schema`` for the samples ``within`` the shard. Raises
+        :class:`CorruptError`."""
         ...
 
     def close(self) -> None:
-        """Let go of files and maps."""
+        """Close its files and maps."""
         ...
 
 
 def check_inside(path: str, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
-    """Raise :class:`CorruptError` unless runs of ``sizes`` from ``starts`` lie inside the ``size`` bytes of a file."""
+    """Raise :class:`CorruptError` unless runs of ``sizes`` bytes from ``starts`` lie inside the ``size`` bytes of a
+    file."""
     if not inside(starts, sizes, size):
         raise short(path, size, field)
 
 
 def short(path: str, size: int, field: Field) -> CorruptError:
-    """The error that says so."""
-    return CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
+    """Return the error for a file that ends before the values of a field."""
+    return CorruptError(f"{path} is cut short: it has {size} bytes, but field {field.name!r} needs more")
 
 
 def check_shapes(path: str, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
@@ -130,7 +133,7 @@ def check_shapes(path: str, field: Field, sizes: Int64s, shapes: Int64s | None) 
 
 
 class _LibraryPart:
-    """A part read through its format's own library."""
+    """A shard that is read through the library of its format."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -152,7 +155,9 @@ def _runs(column: Column, field: Field) -> Runs:
 
 
 def open_by_library(part: ShardFile, schema: Schema) -> OpenPart:
-    """Open a part through its format's own library."""
+    """Open a shard through the library of its format."""
+    # A shard of a cache is checked first: a library would follow a link that another user planted
+    # there. Files that the user names may be links, so they are not checked.
     if not part.links:
         check_library(part.folder, None if part.extents.exists() else part.digest or None)
     kind = get_format(part.format)
@@ -161,37 +166,42 @@ def open_by_library(part: ShardFile, schema: Schema) -> OpenPart:
 
 @contextmanager
 def evicted_errors(part: ShardFile) -> Iterator[None]:
-    """Turn what opening a part raises into :class:`UsageError` when the part was evicted."""
+    """Turn the error of opening a shard into :class:`UsageError` if the shard was evicted."""
     try:
         yield
     except (OSError, CacheToolError) as error:
-        # Eviction unlinks shard.json before anything else of a shard.
+        # Eviction deletes shard.json before any other file of a shard, so a missing one tells an
+        # eviction from damage, at whatever moment the eviction is.
         if part.file or (part.folder / "shard.json").exists():
             raise
         from cachetool.cache.layout import cache_option
 
         repair = f"cachetool verify --repair{cache_option(part.folder.parent.parent)}"
         raise UsageError(
-            f"shard {part.id} was evicted: these indices are of an earlier snapshot, whose lease is over"
-            f" (or its files were deleted by hand, which this brings again: {repair})"
+            f"shard {part.id} was evicted: these indices belong to an earlier snapshot, whose lease has ended"
+            f" (if its files were deleted by hand, pull them again with: {repair})"
         ) from error
 
 
 class Parts:
-    """The open parts of this process: opened at first use, at most ``limit`` at a time, the least used closed first.
+    """The open shards of this process: opened at first use, at most ``limit`` at a time, the least recently used closed
+    first.
 
-    After a fork, and in a pickled copy, nothing is open: what the parent had open is closed in the child before the
-    child opens its own (py-lmdb opens a file only once a process, and counts an inherited one).
+    After a fork, and in a pickled copy, nothing is open.
     """
 
     def __init__(self, opener: Opener, *, limit: int | None = None) -> None:
         self._opener = opener
+        # A quarter of the descriptors of the process: a library may open several files for one
+        # shard, and the program needs some as well.
         self.limit = limit or _descriptors() // 4
         self._open: OrderedDict[str, OpenPart] = OrderedDict()
         self._pid = os.getpid()
 
     def get(self, part: ShardFile, schema: Schema) -> OpenPart:
-        """The open part. Raises :class:`UsageError` when it was evicted, and what opening it raises."""
+        """Return the open shard. Raises :class:`UsageError` when it was evicted, and the errors of opening it."""
+        # A forked child closes what its parent had open before it opens its own. py-lmdb opens a
+        # file only once in a process, and it counts an inherited one as open.
         if self._pid != os.getpid():
             self.close()
             self._pid = os.getpid()
@@ -206,27 +216,30 @@ class Parts:
         return opened
 
     def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
-        """Where the samples lie, one group a part."""
+        """Return the positions of the samples, one group for each shard."""
         numbers, within = view.find(indices)
+        # A stable sort keeps the samples of a shard in the order asked for.
         order = np.argsort(numbers, kind="stable")
         groups: Located = []
         chosen = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
         for to in chosen:
             part = view.parts[int(numbers[to[0]])]
             located = self.get(part, view.schema).locate(within[to], schema)
-            if len(chosen) > self.limit:  # else the runs would keep more files mapped than may be open
+            # Positions would keep the maps of all these shards alive, more of them than may be
+            # open.
+            if len(chosen) > self.limit:
                 located = {field.name: _copied(located[field.name], field) for field in schema}
             groups.append((to, located))
         return groups
 
     def keep(self, view: View) -> None:
-        """Close what is not in ``view``."""
+        """Close the shards that are not in ``view``."""
         wanted = {part.id for part in view.parts}
         for name in [name for name in self._open if name not in wanted]:
             self._open.pop(name).close()
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all shards."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -240,24 +253,24 @@ def _descriptors() -> int:
 
 
 def new_array(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Plain memory for the values of a field."""
+    """Return new memory for the values of a field."""
     return np.empty(shape, dtype=field.numpy)
 
 
 def gather(
     view: View, indices: Int64s, parts: Places, schema: Schema, *, empty: Empty = new_array
 ) -> dict[str, Column]:
-    """The columns of the samples at ``indices`` of ``view``, in that order, repeats allowed.
+    """Return the columns of the samples at ``indices`` of ``view``, in that order. An index may occur several times.
 
     ``schema`` chooses the fields. ``empty(field, shape)`` makes the arrays that values are copied into, C-contiguous:
-    (k, *shape) of the field's dtype for a fixed field, flat for the values of any other. Raises ``IndexError`` for an
-    index outside the view, :class:`CorruptError` naming a file that is cut short.
+    (k, *shape) of the field's dtype for a fixed field, flat for the values of any other field. Raises ``IndexError``
+    for an index outside the view, and :class:`CorruptError` that names a file that is cut short.
     """
     return copied(parts.locate(view, indices, schema), len(indices), schema, empty=empty)
 
 
 def copied(located: Located, count: int, fields: Iterable[Field], *, empty: Empty = new_array) -> dict[str, Column]:
-    """The second half of :func:`gather`: the columns of ``count`` samples that were located."""
+    """Return the columns of ``count`` samples that were located: the second half of :func:`gather`."""
     return {field.name: _column(field, count, located, empty) for field in fields}
 
 
@@ -306,6 +319,8 @@ def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Fie
     elif not field.is_scalar:
         copy_rows(as_bytes(out), to, runs.buffer, runs.starts, field.nbytes)
     elif to is None:
+        # mode="clip" because numpy's default mode copies into a buffer of its own when it is given
+        # out=. The positions were checked before.
         runs.buffer.take(runs.starts, out=out, mode="clip")
     else:
         out[to] = runs.buffer[runs.starts]

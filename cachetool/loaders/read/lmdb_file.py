@@ -1,4 +1,4 @@
-"""Single LMDB files outside any cache: shards of ours, and files of others as keys and raw values."""
+"""Single LMDB files outside any cache: shards written by cachetool, and foreign files as keys and raw values."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from cachetool.loaders.view import ShardFile, View
 __all__ = ["RAW", "is_lmdb", "only_lmdb", "open_lmdb", "subscribe_file"]
 
 RAW = Schema((Field("key", "bytes"), Field("value", "bytes")))
-"""What a sample of a file of others is made of."""
+"""The schema of the samples of a foreign file."""
 _FOREIGN = "lmdb, raw"
 
 
 def is_lmdb(path: Path) -> bool:
-    """Whether ``path`` is a file, or a folder of the kind that LMDB makes by default."""
+    """Return True if ``path`` is a file, or a folder as LMDB makes it by default."""
     return os.path.isfile(path) or os.path.isfile(path / "data.mdb")
 
 
 def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
-    """The samples of the LMDB file at ``path``, in key order.
+    """Return the samples of the LMDB file at ``path``, in key order.
 
-    Raises :class:`UsageError` for a file of others without ``value_format="raw"``.
+    Raises :class:`UsageError` for a foreign file without ``value_format="raw"``.
     """
     if value_format not in (None, "raw"):
         raise UsageError(f"value_format={value_format!r} is unknown; use 'raw', which gives the bytes of each value")
@@ -45,22 +45,26 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
 
 
 def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
-    """Schema and number of samples. Of a file that should be ours by its pages alone: LMDB opens it only when every
-    pointer in it was found to stay inside."""
+    """Return the schema and the number of samples."""
     from cachetool.formats.lmdb import is_ours, named_databases, open_environment, read_header
 
     if not foreign:
+        # A file that should be ours is first read as plain pages. LMDB follows pointers in a
+        # damaged file and dies of it, so it opens the file only after every pointer was found to
+        # stay inside.
         buffer = map_file(file)
         if not is_ours(buffer):
-            raise UsageError(f"{file} was not written by cachetool; value_format='raw' gives its keys and raw values")
+            raise UsageError(
+                f"{file} was not written by cachetool; use value_format='raw' to read its keys and raw values"
+            )
         samples, schema = read_header(buffer, name=str(file))
         return schema, samples
     environment = open_environment(file)
     try:
         if names := named_databases(environment):
             raise UsageError(
-                f"{file} holds named databases ({', '.join(names)[:200]}), and value_format='raw' reads the one"
-                " without a name;\nwrite their values as samples first, and give DIR: cachetool convert"
+                f"{file} holds named databases ({', '.join(names)[:200]}), but value_format='raw' reads only the"
+                " unnamed database;\nconvert the values to samples first, then use DIR: cachetool convert"
                 f" {shlex.quote(str(file))} --to lmdb --out DIR"
             )
         with environment.env.begin() as txn:
@@ -70,33 +74,37 @@ def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
 
 
 def only_lmdb(view: View) -> None:
-    """Raise :class:`UsageError`, naming the formats, for a view with parts that py-lmdb cannot read."""
+    """Raise :class:`UsageError`, which names the formats, if a shard of the view cannot be read by py-lmdb."""
     others = sorted({part.format for part in view.parts} - {"lmdb", _FOREIGN})
     if others:
         raise UsageError(
-            f"dataset {view.dataset!r} has shards in {', '.join(others)}, LMDBDataset reads lmdb: use CacheDataset,"
-            f" or run: {view.conversion('lmdb')}"
+            f"dataset {view.dataset!r} has shards in {', '.join(others)}, but LMDBDataset reads only lmdb;"
+            f" use CacheDataset, or run: {view.conversion('lmdb')}"
         )
 
 
 def open_lmdb(part: ShardFile, schema: Schema) -> OpenPart:
-    """Open a part through py-lmdb."""
+    """Open a shard through py-lmdb."""
     if part.format == _FOREIGN:
         return _ForeignPart(part.folder / part.file)
     return open_by_library(part, schema)
 
 
 class _ForeignPart:
-    """Every key and value of a file of others. The keys are read once: sample i is the i-th of them."""
+    """The keys and values of a foreign file. The keys are read once; sample i is the i-th key."""
 
     def __init__(self, file: Path) -> None:
         from cachetool.formats.lmdb import open_environment
 
         self._environment: Any = open_environment(file)
         with self._environment.env.begin() as txn, txn.cursor() as cursor:
+            # LMDB finds a value by its key, not by its number, so the order of the keys must be
+            # known here.
             keys = list(cursor.iternext(keys=True, values=False))
         self._starts = ends(np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))).tolist()
-        self._keys = b"".join(keys)  # one string: a list of millions of them costs several times its bytes
+        # One bytes object with offsets: a list of millions of keys would take several times their
+        # bytes.
+        self._keys = b"".join(keys)
 
     def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
         keys = [self._keys[self._starts[i] : self._starts[i + 1]] for i in within.tolist()]

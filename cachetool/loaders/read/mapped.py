@@ -1,23 +1,20 @@
-"""All parts of a view in one range of addresses: where any samples lie is one computation, whatever their parts.
+"""All shards of a view in one range of addresses: the positions of any samples are one computation, whatever their
+shards.
 
 ::
 
     index -> part -> position = start[part] + stride[part] * index        arrays over the parts, in memory
                      (or start[part] + offsets of the part[index])        columns of extents.bin, mapped or held
 
-with the number of the part's first sample already taken off ``start`` and the positions of the columns.
+The number of the first sample of a part is already subtracted from ``start`` and from the positions of the columns. A
+part is a shard, or a data file of an exported folder.
 
-The columns lie in the same range as the data, so they are looked up in the same way; those of large files are mapped,
-and shared by all processes. Maps stay for parts that are in the next view too: a fresh map runs at half speed, since
-the processor's tables of pages are filled by faults.
+The columns are in the same range as the data, so they are looked up in the same way. Columns of large files are mapped,
+and all processes share them. Maps of parts that are in the next view too stay, because a fresh map is read at half
+speed: each of its pages costs a fault at first.
 
-The data of a part for which there was no map is read when a batch needs it (:mod:`cachetool.loaders.read.unmapped`),
-from positions that are computed in the same way. A compressed part is read as
-:class:`~cachetool.loaders.read.gather.Parts` does it.
-
-Samples of several batches that were located together, copied one batch at a time.
-
-What is the same for all of these batches is done once: of a batch of 256 samples of 3 KiB that is a tenth of the time.
+The data of a part that got no map is read when a batch needs it (:mod:`cachetool.loaders.read.unmapped`). Its positions
+are computed in the same way. A compressed part is read by :class:`~cachetool.loaders.read.gather.Parts`.
 """
 
 from __future__ import annotations
@@ -65,7 +62,12 @@ _Copy = Callable[[npt.NDArray[Any], int, int], None]
 
 
 class Chunk:
-    """Where the fields of ``schema`` lie for some samples, in the order in which they are asked for."""
+    """The positions of the fields of ``schema`` for samples of several batches, in the order in which they are asked
+    for.
+
+    The samples are located together and copied one batch at a time. Work that is the same for all of these batches is
+    done once: for a batch of 256 samples of 3 KiB that work is a tenth of the time.
+    """
 
     def __init__(self, located: Located, schema: Schema) -> None:
         self._schema, self._groups = schema, located
@@ -75,7 +77,7 @@ class Chunk:
             self._columns = [(field, runs[field.name], _copier(runs[field.name], field)) for field in schema]
 
     def take(self, start: int, stop: int, *, empty: Empty) -> dict[str, Column]:
-        """The columns of samples ``start`` to ``stop - 1``, in memory that ``empty`` makes, C-contiguous."""
+        """Return the columns of samples ``start`` to ``stop - 1``, in memory that ``empty`` makes, C-contiguous."""
         columns: dict[str, Column] = {}
         count = stop - start
         if not self._columns:
@@ -89,7 +91,7 @@ class Chunk:
         return columns
 
     def _of(self, start: int, stop: int) -> Located:
-        """What was located of these samples."""
+        """Return the positions of samples ``start`` to ``stop - 1``."""
         located: Located = []
         for to, runs in self._groups:
             if to is None:
@@ -103,7 +105,7 @@ class Chunk:
 
 
 def _copier(runs: Runs, field: Field) -> _Copy | None:
-    """Copies the values of samples ``start`` to ``stop - 1``; None where they are not all of one size."""
+    """Return a function that copies the values of samples ``start`` to ``stop - 1``; None if they differ in size."""
     if field.kind != "fixed":
         return None
     if not field.is_scalar:
@@ -113,31 +115,47 @@ def _copier(runs: Runs, field: Field) -> _Copy | None:
 
 def _scalars(buffer: npt.NDArray[Any], starts: Int64s) -> _Copy:
     def copy(out: npt.NDArray[Any], start: int, stop: int) -> None:
+        # mode="clip", because the default mode of numpy.take with out= copies into a buffer of its
+        # own first. The positions were checked when the part was opened.
         buffer.take(starts[start:stop], out=out, mode="clip")
 
     return copy
 
 
-_AT_ONCE = 4096  # samples located at once
-_RUNS = 16  # runs of samples, for each part of a view, whose first part is looked up
-_MAPPED, _READ, _BY_LIBRARY = range(3)  # how the data of a part is read
-_ALONE, _BESIDE = 0.95, 0.75  # of the maps of a process, that the files may bring it to
+# Samples located at once: enough that the calls of NumPy, 5 to 10 us each from cold processor
+# caches, are few a batch.
+_AT_ONCE = 4096
+# The look-up table of parts has at most so many entries a part. With parts of very unequal sizes it
+# would be large, and a search is used instead.
+_RUNS = 16
+_MAPPED, _READ, _BY_LIBRARY = range(3)
+"""The way in which the data of a part is read."""
+# The part of the maps of a process that the files may bring it to: in a feeder, which needs none
+# for anything else, and beside a user's program.
+_ALONE, _BESIDE = 0.95, 0.75
+# The size of a file that is not mapped: unknown, so its positions are checked when it is read.
 _FARTHEST = 2**62
-_SMALL = 2**15  # bytes of extents that are copied rather than mapped
+# Bytes of extents up to which they are copied rather than mapped. 10,000 shards then need 10,300
+# maps instead of 40,300.
+_SMALL = 2**15
 _ROW = 7
-"""Numbers of a field in a part: which file; start and stride; origin of its offsets; bytes of a value; origins of its
-sizes and of its shapes. An origin is the place of a column in the range, counted in its values; -1: there is none."""
+"""Numbers of a field in a part: index of its file; start and stride; origin of its offsets; bytes of a value;
+origins of its sizes and of its shapes. An origin is the place of a column in the range, counted in values; -1 if
+there is none."""
+# A part that its library reads is never looked up here, but all parts need a row for the table.
 _NOWHERE = struct.pack("7q", 0, 0, 0, -1, 0, -1, -1)
 
 
 class MappedParts:
     """The open parts of this process, mapped side by side; a :class:`~cachetool.loaders.read.gather.Places`.
 
-    All parts of a view are opened when its first samples are located. Nothing is shared with a pickled copy.
+    All parts of a view are opened when its first samples are located. A pickled copy shares nothing with the original.
+
+    ``maps`` is false where no data shall be mapped. ``alone`` is true in a process in which nothing else needs many
+    maps or descriptors.
     """
 
     def __init__(self, *, maps: bool = True, alone: bool = False) -> None:
-        """``maps`` is false where no data shall be mapped. ``alone``: nobody else in this process needs many maps."""
         self._maps, self._alone = maps, alone
         self._library_parts = Parts(open_by_library)
         self._changes = 0
@@ -145,23 +163,30 @@ class MappedParts:
         self.close()
 
     def close(self) -> None:
-        """Let go of all maps and files."""
+        """Close all maps and files."""
         self._changes += 1
         self._arena: Arena | Memory | None = None
         self._open: dict[str, _Opened] = {}
-        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # names of files, of which most parts have the same
-        self._tables: dict[str, _Table] = {}  # which refer to the maps as well
-        self._view: View | None = None  # whose tables these are
+        # The tuple of file names that most parts have in common, kept once: a cache may have 20,000
+        # parts.
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        # The tables hold arrays that point into the maps, so they are dropped together with the
+        # range.
+        self._tables: dict[str, _Table] = {}
+        # The tables belong to this view; another view needs new ones.
+        self._view: View | None = None
         self._ahead: Readahead | Windows | None = None
         self._schema: Schema | None = None
         self._descriptors.close()
         self._library_parts.close()
 
     def keep(self, view: View) -> None:
-        """Let go of what is not in ``view``."""
+        """Close the parts that are not in ``view``."""
         wanted = {part.id for part in view.parts}
         gone = [name for name in self._open if name not in wanted]
         if gone and self._arena is not None:
+            # The tables first: afterwards they would point to addresses without memory, and reading
+            # there kills the process.
             self._forget()
             for name in gone:
                 self._open.pop(name).close(self._arena)
@@ -169,11 +194,13 @@ class MappedParts:
         self._library_parts.keep(view)
 
     def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
-        """Where the samples lie: all in one group, when all their parts are mapped."""
+        """Return the positions of the samples: one group if all their parts are mapped."""
         self._look_at(view, schema)
-        # As unsigned numbers the negative ones are too large as well.
+        # As unsigned numbers negative indices are too large as well, so one comparison finds both
+        # errors.
         if len(indices) and int(indices.view(np.uint64).max()) >= view.samples:
-            view.find(indices)  # raises
+            # This call raises the IndexError with its message.
+            view.find(indices)
         parts = self._parts_of(indices)
         if self._all_mapped:
             return [(None, self._runs(parts, indices))]
@@ -191,11 +218,8 @@ class MappedParts:
     def batches(
         self, view: View, batches: Sequence[Int64s], schema: Schema, *, empty: Empty = new_array
     ) -> Iterator[dict[str, Column]]:
-        """:func:`~cachetool.loaders.read.gather.gather` of one batch after another, each when it is asked for.
-
-        Where samples lie is computed for several batches at once: that alone is a tenth of the time which a batch of
-        256 samples of 3 KiB takes.
-        """
+        """Yield what :func:`~cachetool.loaders.read.gather.gather` returns for one batch after another, each when it is
+        asked for."""
         at = 0
         while at < len(batches):
             self._look_at(view, schema)
@@ -204,12 +228,16 @@ class MappedParts:
                 at += 1
                 continue
             stop, count = at + 1, len(batches[at])
+            # Several batches are located at once. For a batch of 256 samples of 3 KiB the
+            # computation of positions alone would be a tenth of the time.
             while stop < len(batches) and count < _AT_ONCE:
                 count += len(batches[stop])
                 stop += 1
             chunk = Chunk(self.locate(view, np.concatenate(batches[at:stop]), schema), schema)
             changes, start, ahead = self._changes, 0, self._ahead
-            while at < stop and changes == self._changes:  # else what was located may be unmapped by now
+            # The caller may have closed parts between two batches. Their addresses may be unmapped
+            # by then, so the other batches are located again.
+            while at < stop and changes == self._changes:
                 end = start + len(batches[at])
                 if ahead is not None:
                     ahead.gathering(end - start)
@@ -219,34 +247,39 @@ class MappedParts:
     def expect(
         self, view: View, batches: Sequence[Int64s], schema: Schema, *, first: bool = False, near: int = NEAR
     ) -> None:
-        """Batches that :meth:`batches` is asked for after those expected before (with ``first`` there are none): what
-        of them is not in memory is read ahead, and what lies in between where it is at most ``near`` bytes."""
+        """Announce batches that :meth:`batches` is asked for later, after those announced before.
+
+        With ``first`` the batches announced before are dropped. The bytes that are not in memory are read ahead, with
+        gaps of at most ``near`` bytes.
+        """
         if self._reads_ahead(view, schema) and self._arena is not None:
             if first or not isinstance(self._ahead, Readahead):
                 self._ahead = Readahead(self._arena, schema, self._locate, near=near)
             self._ahead.expect(batches)
 
     def expect_windows(self, view: View, them: Iterable[tuple[int, Int64s]], schema: Schema, reached: Int64s) -> None:
-        """Once for all batches, in place of :meth:`expect`: see :class:`~cachetool.loaders.read.readahead.Windows`."""
+        """Announce all batches of an epoch in windows, once. See :class:`~cachetool.loaders.read.readahead.Windows`."""
         if self._reads_ahead(view, schema) and self._arena is not None:
             self._ahead = Windows(self._arena, schema, self._locate, them, reached)
 
     def _look_at(self, view: View, schema: Schema) -> None:
+        # By identity, because comparing thousands of parts would cost more than the batch.
         if view is not self._view or schema is not self._schema:
             self._switch_to(view, schema)
 
     def _reads_ahead(self, view: View, schema: Schema) -> bool:
-        """Whether it is known of all parts of ``view`` where their samples lie."""
+        """Return True if the positions of all parts of ``view`` can be computed."""
         self._look_at(view, schema)
         return not self._any_by_library
 
     def _forget(self) -> None:
-        """What was located, and the tables, may point into what is unmapped now."""
+        """Drop what was located and the tables, because they may point to addresses that are unmapped now."""
         self._changes += 1
         self._view = self._ahead = None
 
     def _index(self) -> None:
-        """Look up the part in which each run of 2**n samples begins, where runs reach into two parts at most."""
+        """Make a table of the part in which each run of 2**n samples begins. n is chosen so that a run reaches into two
+        parts at most."""
         smallest = int(np.diff(self._ends, prepend=0).min(initial=1 << 40))
         self._shift = max(1, smallest).bit_length() - 1
         runs = (int(self._ends[-1]) >> self._shift) + 1 if len(self._ends) else 0
@@ -255,10 +288,13 @@ class MappedParts:
         self._first = self._ends.searchsorted(firsts, "right") if few else None
 
     def _parts_of(self, indices: Int64s) -> npt.NDArray[np.intp]:
-        """The part of each of these samples. Among 780 parts a search is ten times as slow as the look-up."""
+        """Return the part of each of these samples."""
+        # Among 780 parts a binary search takes ten times as long as this look-up.
         if self._first is None:
             return self._ends.searchsorted(indices, "right")
         parts: npt.NDArray[np.intp] = self._first.take(indices >> self._shift)
+        # A run may reach into a second part: the samples behind the end of the first one belong to
+        # that.
         parts += indices >= self._ends.take(parts)
         return parts
 
@@ -279,9 +315,13 @@ class MappedParts:
         return self.locate(self._view, indices, self._schema)
 
     def _switch_to(self, view: View, schema: Schema) -> None:
-        """Open the parts of ``view`` and compute its tables of the fields of ``schema``."""
+        """Open the parts of ``view`` and compute its tables for the fields of ``schema``."""
         self._forget()
+        # Old parts are closed before new ones are opened, because both at once may be more maps
+        # than a process may have.
         self.keep(view)
+        # Addresses are not used twice. A range that is mostly spent is closed, and all parts are
+        # opened anew in a new one.
         if self._arena is not None and self._arena.spent:
             self.close()
         if self._arena is None:
@@ -312,7 +352,7 @@ class MappedParts:
         self._view, self._schema = view, schema
 
     def _opened(self, part: ShardFile, view_schema: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
-        """The part with what there is to know of these fields; None when it has no extents."""
+        """Return the part with the positions of these fields; None when it has no extents."""
         opened = self._open.get(part.id)
         if opened is not None and opened.schema == schema:
             return opened
@@ -320,11 +360,14 @@ class MappedParts:
             try:
                 extents, at = _extents(part, view_schema, arena)
             except FileNotFoundError:
+                # Read by its library if it never had extents. If they are missing although they
+                # were there a moment ago, the part is being evicted, and that must be said.
                 if opened is None and not part.extents.exists():
                     return None
                 raise
             if opened is None:
                 if not part.links:
+                    # Before the first file is opened: a link in a shard may lead out of the cache.
                     refuse_links(part.where, extents.files)
                 opened = _Opened(at, maps=self._maps)
             opened.look_at(part, extents, schema, arena)
@@ -338,18 +381,20 @@ class MappedParts:
 
 
 def _values(memory: Bytes, field: Field) -> npt.NDArray[Any]:
-    """The memory as values of a scalar field."""
+    """Return the memory as values of a scalar field."""
     return memory[: len(memory) // field.nbytes * field.nbytes].view(field.numpy)
 
 
 def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Extents, int | None]:
-    """The extents of a part, and where they are mapped, if they are. Raises :class:`CorruptError`."""
+    """Return the extents of a part, and the position at which they are mapped, or None. Raises
+    :class:`CorruptError`."""
     at = None
     try:
         fd, size = open_plain(part.extents_name, links=part.links)
     except IsADirectoryError as error:
         raise not_plain(part.extents_name) from error
     try:
+        # One read in place of a map: a map a small file would use up the limit of maps.
         buffer: Any = os.pread(fd, size, 0) if size <= _SMALL else None
     finally:
         os.close(fd)
@@ -361,8 +406,9 @@ def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Ex
     try:
         extents = Extents.from_buffer(buffer, schema=schema, name=part.extents_name)
         if extents.samples != part.samples:
-            raise CorruptError(f"{part.extents_name} is of {extents.samples} samples, the shard has {part.samples}")
+            raise CorruptError(f"{part.extents_name} has {extents.samples} samples, but the shard has {part.samples}")
     except BaseException:
+        # After an error no object knows of this map, which would stay in the range for ever.
         if at is not None:
             arena.unmap(at)
         raise
@@ -370,33 +416,37 @@ def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Ex
 
 
 class _Opened:
-    """One part: where the fields asked for lie, checked; and what is mapped and held of it."""
+    """One part: the checked positions of the fields asked for, and what is mapped and held of it."""
 
     __slots__ = ("_at", "_held_bytes", "_maps", "names", "rows", "schema", "way")
 
     def __init__(self, at: int | None, *, maps: bool) -> None:
-        self._at = at  # of its extents, if they are mapped
+        self._at = at
+        """Position of its extents, if they are mapped."""
         self._maps: dict[int, tuple[int, int]] = {}
         self._held_bytes = 0
         self.names: tuple[str, ...] = ()
-        """Its files."""
+        """The names of its files."""
         self.schema: Schema | None = None
         """The fields asked for."""
         self.rows = b""
-        """Of each of them :data:`_ROW` numbers."""
+        """:data:`_ROW` numbers for each field, as bytes."""
         self.way = _MAPPED if maps else _READ
 
     def look_at(self, part: ShardFile, extents: Extents, schema: Schema, arena: Arena | Memory) -> None:
-        """Map the files of these fields and note where they lie.
+        """Map the files of these fields and note the positions of the fields.
 
         Raises :class:`CorruptError` for files that are missing or short.
         """
         if self.way == _MAPPED and not self._mapped(part, extents, schema, arena):
+            # A part is mapped completely or not at all, because a group of samples is copied in one
+            # way.
             self.way = _READ
             self._unmap(arena)
         arena.let_go(self._held_bytes)
         self._held_bytes = 0
         rows = [self._row(part, field, extents, arena) for field in schema]
+        # As bytes, so that the rows of all parts are joined and become one array in one call.
         self.rows, self.schema = struct.pack(f"{_ROW * len(schema)}q", *itertools.chain(*rows)), schema
 
     def _mapped(self, part: ShardFile, extents: Extents, schema: Schema, arena: Arena | Memory) -> bool:
@@ -417,8 +467,12 @@ class _Opened:
         if field.is_scalar:
             return 0, self._origin(place.column, arena), 1, -1, 0, -1, -1
         path = f"{part.where}/{extents.files[place.file]}"
-        base, size = self._maps.get(place.file, (0, _FARTHEST))  # of a file that is read it shows then
+        # A file that is not mapped counts as very long here. It shows its true size when it is
+        # read.
+        base, size = self._maps.get(place.file, (0, _FARTHEST))
         sizes: Int64s | None = place.sizes
+        # Every position is checked once, when a part is opened. A position outside the maps would
+        # kill the process when a batch is copied.
         if sizes is None:
             first, last = place.start, place.start + place.stride * max(0, samples - 1)
             if place.offsets is not None and samples:
@@ -426,7 +480,10 @@ class _Opened:
             if samples and (min(first, last) < 0 or max(first, last) > size - place.nbytes):
                 raise short(path, size, field)
         else:
-            if place.file not in self._maps:  # else memory for its values would be asked for before it is read
+            # The size of the file is asked for, because the sizes of values come from extents that
+            # may be damaged. Unchecked, memory for them would be asked for before the read could
+            # fail.
+            if place.file not in self._maps:
                 with missing_is_corrupt(path):
                     status = os.stat(path)
                 if not stat.S_ISREG(status.st_mode):
@@ -436,7 +493,7 @@ class _Opened:
         if field.kind != "fixed":
             value_sizes = np.full(samples, place.nbytes) if sizes is None else sizes
             if (value_sizes % field.numpy.itemsize != 0).any():
-                raise CorruptError(f"{path}: field {field.name!r} has a size that is no whole value")
+                raise CorruptError(f"{path}: the size of field {field.name!r} is not a multiple of its item size")
             check_shapes(path, field, value_sizes, place.shapes)
         offsets, shapes = self._origin(place.offsets, arena), self._origin(place.shapes, arena)
         start, stride = (base, 0) if place.offsets is not None else (base + place.start, place.stride)
@@ -457,28 +514,34 @@ class _Opened:
         self._maps.clear()
 
     def close(self, arena: Arena | Memory) -> None:
-        """Let go of all of it."""
+        """Unmap all of it."""
         self._unmap(arena)
         if self._at is not None:
             arena.unmap(self._at)
+        # Held copies cannot be freed one by one; the range is replaced when most of them are of no
+        # use.
         arena.let_go(self._held_bytes)
 
 
 class _Numbers:
-    """One number a sample, by three arrays over the parts: ``start[part] + stride[part] * index``, and in parts whose
-    ``origin`` is known ``table[origin[part] + index]`` more. The parts' first samples have the numbers ``firsts``."""
+    """One number for each sample: ``start[part] + stride[part] * index``.
+
+    In parts whose ``origin`` is 0 or more, ``table[origin[part] + index]`` is added. The first sample of part i has the
+    number ``firsts[i]``.
+    """
 
     def __init__(self, table: Int64s, firsts: Int64s, start: Int64s, stride: Int64s, origin: Int64s) -> None:
         self._table = table
         self._start = start - firsts * stride
         self._stride = stride
+        # One stride for all parts is the usual case, and spares a look-up for each sample.
         self._one = int(stride[0]) if len(stride) and bool((stride == stride[0]).all()) else None
         self._listed = origin >= 0
         self._origin = np.where(self._listed, origin - firsts, 0)
         self._any, self._all = bool(self._listed.any()), bool(self._listed.all())
 
     def at(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Int64s:
-        """The numbers of samples ``indices``, which are in ``parts``."""
+        """Return the number of each sample. Sample ``indices[i]`` of the view is in the part ``parts[i]``."""
         out: Int64s = self._start[parts]
         if self._all:
             out += self._table[self._origin[parts] + indices]
@@ -492,8 +555,10 @@ class _Numbers:
 
 
 class _Table:
-    """Where one field lies in all parts of a view, of which the first samples have the numbers ``firsts``. ``rows``:
-    :data:`_ROW` numbers for each part."""
+    """The positions of one field in all parts of a view. The first sample of part i has the number ``firsts[i]``.
+
+    ``rows`` has :data:`_ROW` numbers for each part.
+    """
 
     def __init__(self, field: Field, firsts: Int64s, rows: Int64s, arena: Arena | Memory) -> None:
         self._table = arena.bytes[: len(arena.bytes) & -8].view(np.int64)
@@ -501,19 +566,21 @@ class _Table:
         self._sizes: _Numbers | None = None
         self._shapes: _Numbers | None = None
         self._dimensions = np.arange(field.rank, dtype=np.int64)
+        # Copied to contiguous arrays, because they are looked up for each batch.
         start, stride, offsets, nbytes, sizes, shapes = np.ascontiguousarray(rows.T[1:])
         self._starts = _Numbers(self._table, firsts, start, stride, offsets)
         if field.kind != "fixed":
             none = np.zeros_like(start)
             self._sizes = _Numbers(self._table, firsts, np.where(sizes < 0, nbytes, 0), none, sizes)
         if field.kind == "ragged":
-            # A part's shapes begin at its origin; one that is read by its library has none, and is never asked for.
+            # The shapes of a part begin at its origin. A part that its library reads has none, and
+            # no shape of it is ever looked up.
             self._shapes = _Numbers(
                 self._table, firsts, shapes, np.full_like(shapes, field.rank), np.full_like(shapes, -1)
             )
 
     def runs(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Runs:
-        """Where it lies for samples ``indices``, which are in ``parts``."""
+        """Return the positions of the field for samples ``indices``, which are in ``parts``."""
         starts = self._starts.at(parts, indices)
         sizes = None if self._sizes is None else self._sizes.at(parts, indices)
         shapes = None

@@ -1,21 +1,22 @@
-"""Reading what coming batches need before it is asked for, where it is not in memory.
+"""Asking the disk for what coming batches need, if it is not in memory.
 
 ::
 
     expect(batches)                       the order is known long before
-    due() -> samples of some batches      half of 64 MiB is used up: so many more
-    asleep? of some of them, looked up    mincore; all in memory: nothing to do
-    will_need(starts, sizes)              sorted, neighbours as one -> the kernel reads them, all at once
+    gathering(): half of 64 MiB is used   as many samples more are looked up
+    asleep? some of them                  mincore; all in memory: nothing to do
+    will_need(starts, sizes)              sorted, neighbours as one -> the kernel reads them together
 
-Of an epoch of small samples in windows it is known without their order what will be read: all of every window. Each
-feeder of a process needs nearly every page of it, so they share: each asks for every n-th run and leaves the others to
-the others::
+In an epoch of small samples in windows the order of samples need not be known: every window is read completely. Each
+feeder of a loader needs nearly every page of a window, so the feeders share the work. Each asks for every n-th run and
+leaves the others to the other feeders::
 
     window   | run | run | run | run | run ...      256 of 256 KiB, from all over the files
     feeder      0     1     0     1     0
 
-A map that is touched where nothing was read waits for one read after another. Told beforehand, the kernel has hundreds
-of reads under way and the copy finds its pages in memory; a window of shuffled neighbours is read as long runs.
+A read of a mapped page that is not in memory waits for the disk, one page after another. When the kernel is told
+beforehand, it has hundreds of reads in flight, and the copy finds its pages in memory. A window of shuffled neighbours
+is read as long runs.
 """
 
 from __future__ import annotations
@@ -34,20 +35,28 @@ from cachetool.loaders.read.gather import Located, Runs
 
 __all__ = ["NEAR", "Readahead", "Windows"]
 
-NEAR = 2**14  # bytes between two samples that are rather read than left out: so many take as long as one request more
-BYTES = 2**26  # read ahead of the batch that is gathered
-_LOOKED_AT = 8  # samples that say whether all of them are in memory
-_UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
+# Bytes between two samples that are read rather than left out: reading so many takes as long as one
+# request more.
+NEAR = 2**14
+BYTES = 2**26
+"""Bytes that are read ahead of the batch that is gathered."""
+# Samples that are looked up to decide whether all of a group are in memory: mincore is a system
+# call a page.
+_LOOKED_AT = 8
+_UNKNOWN = 2**16
+"""Bytes assumed for a sample whose size is not fixed."""
 
 
 _Locate = Callable[[Int64s], Located]
 
 
 class _Asking:
-    """Where samples lie, and that they are wanted."""
+    """A finder of samples that asks the kernel to read them."""
 
     def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
         self._arena, self._locate, self._near = arena, locate, near
+        # Scalar fields are left out: they lie in the extents, which were read when the shard was
+        # opened.
         self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
 
     def _read(self, indices: Int64s) -> None:
@@ -59,12 +68,12 @@ class _Asking:
                 self._arena.will_need(runs.starts, sizes, near=self._near)
 
     def _located(self, indices: Int64s) -> Iterator[tuple[Int64s | None, str, Runs]]:
-        """Which samples, which field of them, and where it lies."""
+        """Yield which samples, the name of a field, and the positions of that field for them."""
         for to, fields in self._locate(indices):
             yield from ((to, name, runs) for name, runs in fields.items() if name in self._sizes)
 
     def _asleep(self, indices: Int64s) -> npt.NDArray[np.bool_]:
-        """Of which samples something is not in memory: bool, one each."""
+        """Return for each sample whether some of it is not in memory: bool."""
         asleep = np.zeros(len(indices), dtype=np.bool_)
         for to, _, runs in self._located(indices):
             where = self._arena if runs.unmapped is None else runs.unmapped
@@ -73,7 +82,7 @@ class _Asking:
 
 
 class Readahead(_Asking):
-    """For the batches of one view, in the order in which they are going to be gathered."""
+    """Reading ahead for the batches of one view, in the order in which they will be gathered."""
 
     def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
         super().__init__(arena, schema, locate, near=near)
@@ -82,11 +91,13 @@ class Readahead(_Asking):
         self._ahead = 0
 
     def expect(self, batches: Sequence[Int64s]) -> None:
-        """These follow those expected before."""
+        """Add batches that follow those added before."""
         self._coming.extend(batches)
 
     def gathering(self, samples: int) -> None:
-        """The next batch, of so many samples, is gathered now: have as much read as shall be ahead of it."""
+        """Have the kernel read ahead of the batch of ``samples`` samples that is gathered now."""
+        # Asked for in groups of half the amount: each group is one look-up and one set of requests,
+        # and the other half is still there while the kernel reads.
         if self._coming and self._ahead * self._sample_bytes * 2 <= BYTES:
             group = [self._coming.popleft()]
             count = len(group[0])
@@ -99,17 +110,22 @@ class Readahead(_Asking):
         self._ahead -= samples
 
     def _in_memory(self, group: list[Int64s]) -> bool:
+        # Spread over the whole group, because neighbours are often in memory together.
         per_batch = -(-_LOOKED_AT // len(group))
         some = [batch[:: max(1, len(batch) // per_batch)] for batch in group[:: max(1, len(group) // _LOOKED_AT)]]
         return not self._asleep(np.concatenate(some)).any()
 
 
 class Windows(_Asking):
-    """For an epoch in windows.
+    """Reading ahead for an epoch in windows.
 
-    ``windows``: of each one for how many positions of the order it is, and the samples that this feeder asks for, with
-    what lies between them: int64 (runs, samples of a run), a row for each run of neighbours. ``reached``, int64: for
-    each batch of this feeder, for how many positions windows are asked for by then.
+    Args:
+        arena: The range in which the files are mapped.
+        schema: The fields that batches have.
+        locate: Returns the positions of samples.
+        windows: For each window the number of positions of the order in it, and the samples that this feeder asks for,
+            with those between them: int64 (runs, samples of a run), a row for each run of neighbours.
+        reached: For each batch of this feeder the number of positions up to which windows are asked for by then, int64.
     """
 
     def __init__(
@@ -120,19 +136,22 @@ class Windows(_Asking):
         windows: Iterable[tuple[int, Int64s]],
         reached: Int64s,
     ) -> None:
-        # Less than a run: one of another window that lies between two of this one is not read with them.
+        # Half of a run: otherwise a run of another window that lies between two runs of this one
+        # would be read with them.
         super().__init__(arena, schema, locate, near=RUN_BYTES // 2)
         self._windows, self._reached = iter(windows), iter(reached.tolist())
         self._asked = 0
 
     def gathering(self, samples: int) -> None:
-        """The next batch, of so many samples, is gathered now: have it and as much as shall be ahead of it read."""
+        """Have the kernel read the batch of ``samples`` samples that is gathered now, and as much as shall be ahead of
+        it."""
         wanted = next(self._reached, 0)
         while self._asked < wanted and (window := next(self._windows, None)) is not None:
             count, rows = window
             self._asked += count
             asleep = np.zeros(len(rows), dtype=np.bool_)
-            # At two places: the kernel may have read the middle around a page that another feeder touched too early.
+            # Two places of each run: another feeder may have touched a page too early, and the
+            # kernel then read the pages around it, but not the run.
             for at in (rows.shape[1] // 4, 3 * rows.shape[1] // 4):
                 asleep |= self._asleep(rows[:, at])
             if asleep.any():

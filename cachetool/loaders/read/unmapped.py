@@ -1,12 +1,12 @@
-"""Files of which there was no map to be had, read when a batch needs them.
+"""Files that got no map, read when a batch needs them.
 
 ::
 
     runs of one field -- by their file --> open, preadv into the batch, close      7 microseconds a sample
                                            or a descriptor that was kept           3
 
-A process may have 65,530 maps. Mapped and unmapped one after another a file takes 18 microseconds a sample, since the
-kernel must tell all processors each time.
+A process may have 65,530 maps. Mapping and unmapping a file for each sample would take 18 microseconds, because the
+kernel must tell all processors about each change.
 """
 
 from __future__ import annotations
@@ -30,20 +30,27 @@ from cachetool.loaders.view import ShardFile
 
 __all__ = ["Descriptors", "Unmapped", "raise_limit"]
 
-_MOST = 2**18  # descriptors
-_USUAL = 1024  # a program that uses select() knows none from here on
+_MOST = 2**18
+"""The maximum of kept descriptors."""
+# A program that uses select() cannot handle descriptors from this number on, so files that are kept
+# open get higher numbers and leave the low ones to the program.
+_USUAL = 1024
+# Linux alone has this flag; without it nothing is known about what is in memory.
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def raise_limit() -> None:
-    """Let this process have as many descriptors as it may."""
+    """Raise the limit of open files of this process to what it may have."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Descriptors:
-    """Open files, the first that were asked for: up to a ``share`` of those that this process may have. They are closed
-    with their parts, or when this is collected."""
+    """Open files: the first that were asked for, up to the part ``share`` of the descriptors that this process may
+    have.
+
+    They are closed with their shards, or when this object is deleted.
+    """
 
     def __init__(self, *, share: float) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,17 +58,22 @@ class Descriptors:
         self._above = _USUAL if self._most > _USUAL else 0
         self._open: dict[str, dict[str, int]] = {}
         self._count = 0
+        # Given the dict rather than self, so that the finalizer does not keep this object alive.
         self._finalizer = weakref.finalize(self, _close, self._open)
 
     def open(self, part: ShardFile, name: str) -> tuple[int, bool]:
-        """A descriptor of a file of a part, and whether it is kept, else it is the caller's to close. Raises
-        :class:`CorruptError` where there is no such file, :class:`UsageError` when the part was evicted."""
+        """Return a descriptor of a file of a shard, and True if it is kept; otherwise the caller closes it.
+
+        Raises :class:`CorruptError` when there is no such file, and :class:`UsageError` when the shard was evicted.
+        """
         fds = self._open.get(part.id)
         if fds is not None and name in fds:
             return fds[name], True
         path = f"{part.where}/{name}"
         try:
             fd = open_read(path, links=part.links)
+        # Only after the failure it is looked why: an eviction may delete the file at any moment
+        # before.
         except OSError:
             with evicted_errors(part), missing_is_corrupt(path):
                 raise
@@ -78,17 +90,19 @@ class Descriptors:
         return fd, True
 
     def keep(self, wanted: set[str]) -> None:
-        """Close the files of all parts but these."""
+        """Close the files of all shards except these."""
         gone = {id: self._open.pop(id) for id in [id for id in self._open if id not in wanted]}
         self._count -= sum(map(len, gone.values()))
         _close(gone)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all files."""
         self.keep(set())
 
 
 def _close(fds: dict[str, dict[str, int]]) -> None:
+    # Each entry is removed before its files are closed. So a call that is interrupted leaves no
+    # number of a closed file behind, which may belong to another file by then.
     while fds:
         _, files = fds.popitem()
         for fd in files.values():
@@ -96,7 +110,8 @@ def _close(fds: dict[str, dict[str, int]]) -> None:
 
 
 class Unmapped:
-    """In which files the values of one field lie, for some samples: value i in the part ``parts[numbers[i]]``."""
+    """The files in which the values of one field lie, for some samples. Value i is in the shard
+    ``parts[numbers[i]]``."""
 
     __slots__ = ("_descriptors", "_names", "_numbers", "_parts")
 
@@ -106,25 +121,29 @@ class Unmapped:
         self._descriptors, self._parts, self._names, self._numbers = descriptors, parts, names, numbers
 
     def slice(self, start: int, stop: int) -> Unmapped:
-        """The same of values ``start`` to ``stop``."""
+        """Return the files of values ``start`` to ``stop`` alone."""
         return Unmapped(self._descriptors, self._parts, self._names, self._numbers[start:stop])
 
     def read(self, out: Bytes, to: Int64s, starts: Int64s, sizes: Int64s) -> None:
-        """Read ``sizes[i]`` bytes from ``starts[i]`` of its file to ``out[to[i] :]``, for every i. Raises
-        :class:`CorruptError`, naming a file that is cut short, and what :meth:`Descriptors.open` raises."""
+        """Read ``sizes[i]`` bytes from position ``starts[i]`` of its file to ``out[to[i] :]``, for every i.
+
+        Raises :class:`CorruptError`, which names a file that is cut short, and the errors of :meth:`Descriptors.open`.
+        """
         memory, to_, starts_, sizes_ = out.data, to.tolist(), starts.tolist(), sizes.tolist()
         preadv, i = os.preadv, 0
         try:
             for i, fd in self._opened():
                 at, start = to_[i], starts_[i]
                 stop = at + sizes_[i]
-                while at < stop:  # one call brings 2 GiB at most
+                # One call of preadv reads 2 GiB at most, so larger values take several.
+                while at < stop:
                     if not (count := preadv(fd, (memory[at:stop],), start)):
                         has, path = os.fstat(fd).st_size, self._path(i)
-                        raise CorruptError(f"{path} is cut short: it has {has} bytes, a value reaches out of them")
+                        raise CorruptError(f"{path} is cut short: it has {has} bytes, but a value needs more")
                     at, start = at + count, start + count
         except OSError as error:
-            if error.errno in (errno.EISDIR, errno.ESPIPE):  # a folder, a pipe
+            # These come of a folder or a pipe in place of the file, put there by somebody else.
+            if error.errno in (errno.EISDIR, errno.ESPIPE):
                 raise not_plain(self._path(i)) from error
             raise
 
@@ -133,33 +152,39 @@ class Unmapped:
         return f"{part.where}/{name}"
 
     def asleep(self, starts: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of the pages at these positions are not in memory, as far as the kernel says: bool, one each."""
+        """Return a bool for each position: True if the kernel says that its page is not in memory."""
         asleep, page = np.zeros(len(starts), dtype=np.bool_), bytearray(1)
         if not _NOWAIT:
             return asleep
         for i, fd in self._opened():
             try:
+                # RWF_NOWAIT makes the read fail rather than wait for the disk, which tells what is
+                # in memory without a map of the file.
                 os.preadv(fd, (page,), int(starts[i]), _NOWAIT)
             except BlockingIOError:
                 asleep[i] = True
-            except OSError:  # a file system that does not say
+            # The file system does not support the flag. The page counts as being in memory, so
+            # nothing is read ahead, and the batch waits for the disk.
+            except OSError:
                 pass
         return asleep
 
     def will_need(self, starts: Int64s, sizes: Int64s) -> None:
-        """Have the kernel read these runs, without waiting for it."""
+        """Ask the kernel to read these runs, without waiting."""
         if not hasattr(os, "posix_fadvise"):
             return
         starts_, sizes_ = starts.tolist(), sizes.tolist()
         for i, fd in self._opened():
-            with contextlib.suppress(OSError):  # no plain file, as the read says
+            # The file is no plain file, which the read itself reports.
+            with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, starts_[i], sizes_[i], os.POSIX_FADV_WILLNEED)
 
     def _file(self, number: int) -> tuple[ShardFile, str]:
         return self._parts[number], self._names[number]
 
     def _opened(self) -> Iterator[tuple[int, int]]:
-        """The number of each value with a descriptor of its file, file by file."""
+        """Yield the number of each value with a descriptor of its file, file by file."""
+        # Sorted by file, so that each file is opened once a call.
         order = np.argsort(self._numbers, kind="stable")
         last, fd, kept = -1, -1, True
         try:

@@ -1,1 +1,1 @@
-"""The memory that trainer and feeders share."""
+"""Shared memory between the feeder processes and the training process."""

@@ -1,4 +1,4 @@
-"""A batch as bytes in a slot of a ring: written by a feeder, looked at by the training process, copied by neither.
+"""A batch as bytes in a slot of a ring: written by a feeder, read by the training process, copied by neither.
 
 ::
 
@@ -6,9 +6,12 @@
     text: {"fields": schema} or {"error": ...}
     array | array | ...             each at another multiple of 64, one of more than a page in the middle of one
 
-Arrays of a field: the values; for bytes, str and ragged fields behind them where each sample begins, and for ragged
-ones the shapes. All that is before the arrays is the form of the batch. A slot that is filled with a batch of the form
-that it had keeps it, and the ring's queue says so: then the training process reads nothing but the arrays.
+Each field has one array of values. Fields of bytes, str and ragged values have a second one, with the offset at which
+each sample begins. Ragged fields have a third one, with the shapes.
+
+Everything before the arrays is the form of the batch. When a slot is filled with a batch of the form that it had
+before, the feeder does not write the form again, and the entry in the ring's queue has the same number. Then the
+training process reads nothing but the arrays.
 """
 
 from __future__ import annotations
@@ -30,42 +33,47 @@ from cachetool.proc.lines import rebuilt
 
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
+# The size of a cache line, so that no two arrays share one.
 _ALIGN = 64
-_PAGE = 4096  # not that of the machine: the bits of an address that a processor compares first are twelve anywhere
+# Not the page size of the machine: processors compare the last twelve bits of two addresses first,
+# whatever the size of a page.
+_PAGE = 4096
 _NUMBERS = 2
+# The largest int32, in which the ring's queue holds the number of a form. Numbers begin again at 1.
 _FORMS = 2**31 - 1
+# A busy consumer comes for its batches only once in 5 to 10 ms, when its thread gets the GIL. A
+# steady training step needs a quarter of this (docs/explanation/decisions.md).
 _READY_BYTES = 384 * 2**20
-"""What all feeders of a loader keep ready together at most, for a consumer that takes whatever there is. A busy one
-comes for its batches once in 5 to 10 ms, the turns of its GIL; a training step needs a quarter (docs/decisions.md)."""
+"""Maximum of bytes that all feeders of a loader keep ready together, for a consumer that takes batches as fast as it
+can."""
 _LEAST_READY_BYTES = 48 * 2**20
 _LEAST, MOST = 2, 128
 
 
 class Batch(NamedTuple):
-    """What a feeder made for one step, as it came."""
+    """A batch that a feeder made for one step of a plan."""
 
     generation: int
-    """Of the plan it belongs to."""
+    """The generation of the plan that the batch belongs to."""
     step: int
     schema: Schema
     columns: Mapping[str, Column]
-    """Memory that is this batch's alone as long as any of these arrays is seen."""
+    """The values of each field. The memory belongs to this batch alone as long as any of these arrays is in use."""
 
 
 def _start(used: int, nbytes: int) -> int:
-    """Where an array of so many bytes begins behind ``used`` bytes.
-
-    Files have large values at the beginning of a page, or 16 bytes behind it. Where source and target are that near
-    to each other in their pages, loads wait for stores to other pages, and memcpy goes backwards: samples of 1 MiB
-    then came at a third to a half of the rate on one machine (docs/decisions.md).
-    """
+    """Return the offset of an array of ``nbytes`` bytes that follows ``used`` bytes."""
     if nbytes <= _PAGE:
         return -(-used // _ALIGN) * _ALIGN
+    # A large array begins in the middle of a page. Files have large values at the beginning of a
+    # page, or 16 bytes behind it. If source and target have nearly the same last 12 bits of their
+    # address, loads wait for stores to other pages and memcpy goes backwards. Samples of 1 MiB then
+    # came at a third to a half of the rate on one machine (docs/explanation/decisions.md).
     return -(-(used - _PAGE // 2) // _PAGE) * _PAGE + _PAGE // 2
 
 
 def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and inner shape of the arrays of a field."""
+    """Return the dtype and the inner shape of each array of a field."""
     if field.kind == "fixed":
         return [(field.numpy.str, field.sizes)]
     values: list[tuple[str, tuple[int, ...]]] = [(field.numpy.str, ()), ("<i8", ())]
@@ -73,32 +81,35 @@ def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
 
 
 class _Filled:
-    """What a slot was filled with: the next batch is mostly like it, and only its values are written anew."""
+    """The contents of a filled slot, for the next batch: mostly it has the same form, and only its values are
+    written."""
 
     __slots__ = ("arrays", "form", "memory", "numbers", "stop", "text")
 
     def __init__(self, text: bytes, memory: Bytes, numbers: Int64s, stop: int) -> None:
         self.text, self.memory = text, memory
         self.numbers, self.stop = numbers, stop
-        """Of the head: its numbers, and where it ends."""
+        """The numbers at the beginning of the slot, and the offset at which the head ends."""
         self.arrays: list[tuple[tuple[int, int], npt.NDArray[Any], int]] = []
-        """Place and length, the array, and where it ends."""
+        """The offset and length of each array, the array itself, and the offset at which it ends."""
         self.form = 0
-        """Number of the form that the head says, 0 for none yet."""
+        """The number of the form in the head; 0 if it has none yet."""
 
 
 class SlotWriter:
-    """Fills one slot after another; the sink of a feeder (see :class:`~cachetool.loaders.feed.batches.Sink`).
+    """The sink of a feeder, which fills one slot after another (see :class:`~cachetool.loaders.feed.batches.Sink`).
 
-    ``ready``: how many batches may wait for the consumer or be in use there, at least 2. None: as many as take 96 MiB,
-    shared by ``feeders``, but at least 12 MiB and 2 batches each, and at most 128 batches. Twice as many whenever the
-    consumer waits again and again though there was no slot to fill, up to four times.
+    ``ready`` is the number of batches that may wait for the consumer or be in use there, at least 2. With None the
+    feeders share 96 MiB, but each has at least 12 MiB and 2 batches, and at most 128 batches. The bytes are doubled
+    whenever the consumer waits repeatedly although no slot was free to fill, up to four times of the first value.
     """
 
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
         self._ring = ring
         self._wanted, self._permitted = ready, _LEAST
         self._most_bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
+        # A quarter to begin with: a steady training step needs no more, and memory that is never
+        # needed would be taken from the user's program.
         self._bytes = self._most_bytes // 4
         ring.permit(self._permitted)
         self._schema: Schema | None = None
@@ -108,7 +119,7 @@ class SlotWriter:
         self._largest = 0
 
     def open(self, over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for room; False when it is ``over`` before there is any."""
+        """Wait for a free slot. Return False when ``over()`` is true before there is one."""
         slot = self._ring.acquire(over)
         if slot is None:
             return False
@@ -116,7 +127,9 @@ class SlotWriter:
         return True
 
     def begin(self, schema: Schema) -> None:
-        """Say which fields the batch has."""
+        """Begin a batch with these fields."""
+        # By identity: a feeder has one schema object for all batches of a dataset, and comparing
+        # fields for each batch would cost more than the rest of this function.
         if schema is not self._schema:
             self._schema = schema
             self._text = json.dumps({"fields": schema.to_json()}).encode()
@@ -127,6 +140,8 @@ class SlotWriter:
         self._taken = 0
         self._places: dict[str, tuple[int, int]] = {}
         kept = self._kept.get(self._slot)
+        # Same text, same memory: the head of the batch before is already there. That saves 10 us a
+        # batch.
         if kept is not None and kept.text is text and kept.memory is self._ring.memory(self._slot):
             self._used = kept.stop
             self._form = kept
@@ -139,7 +154,7 @@ class SlotWriter:
         self._form.numbers[:_NUMBERS] = len(text), arrays
 
     def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Memory for the values of a field, in the slot; to be filled before the next is asked for."""
+        """Return memory in the slot for the values of a field. Fill it before asking for the next one."""
         self._places[field.name], out = self._array(shape, field.numpy)
         return out
 
@@ -150,24 +165,31 @@ class SlotWriter:
             place, array, self._used = arrays[number]
             if array.shape == shape and array.dtype == dtype:
                 return place, array
+            # From the first array that differs on all offsets change, so the arrays behind it are
+            # made again.
             self._used = arrays[number - 1][2] if number else self._form.stop
             del arrays[number:]
         nbytes = math.prod(shape) * dtype.itemsize
         start = _start(self._used, nbytes)
-        stop = start + max(1, nbytes)  # an address of its own, by which torch.save tells arrays apart
+        # At least one byte, so that each array has an address of its own: torch.save tells arrays
+        # apart by it.
+        stop = start + max(1, nbytes)
         memory = self._ring.memory(self._slot)
         if stop > len(memory):
-            # Room for the rest of a batch like the one before, so that the slot is not moved once a field.
+            # Room for a whole batch like the largest so far. Otherwise the slot would be moved, and
+            # what is in it copied, once for each field.
             memory = self._ring.memory(self._slot, max(stop, self._largest), keep=self._used)
         self._used = stop
         self._ring.fill(self._slot, stop)
         place, out = (start, shape[0]), memory[start : start + nbytes].view(dtype).reshape(shape)
         arrays.append((place, out, stop))
+        # The places in the head are wrong now, so the reader must not take its arrays of the batch
+        # before.
         self._form.form = 0
         return place, out
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
-        """Hand the batch over: the columns whose values were put into this slot."""
+        """Hand the batch over. ``columns`` are the columns whose values were written into this slot."""
         assert self._schema is not None
         places: list[int] = []
         for field in self._schema:
@@ -188,11 +210,16 @@ class SlotWriter:
     def _hand_over(self, generation: int, step: int, places: list[int]) -> None:
         form = self._form
         memory = self._ring.memory(self._slot)
-        if memory is not form.memory:  # moved since: written anew next time
+        # The slot was moved while it was filled. Its arrays point into the old memory, so they are
+        # made again with the next batch; only the numbers of the head are still to be written, to
+        # the new place.
+        if memory is not form.memory:
             self._kept.pop(self._slot)
             form.numbers = memory[: form.numbers.nbytes].view(np.int64)
         if not form.form:
             form.numbers[_NUMBERS:] = places
+            # A number that this slot did not have before tells the reader that places or fields
+            # have changed.
             self._forms = self._forms % _FORMS + 1
             form.form = self._forms
         self._largest = max(self._largest, self._used)
@@ -200,7 +227,7 @@ class SlotWriter:
         self._more()
 
     def _more(self) -> None:
-        """Once it is known how large a batch is: as many slots as there shall be, more when the consumer needs them."""
+        """Allow this feeder more slots, once the size of a batch is known and whenever the consumer needs more."""
         if self._ring.starved():
             self._bytes = min(2 * self._bytes, self._most_bytes)
         wanted = max(_LEAST, self._wanted or min(MOST, round(self._bytes / max(1, self._used))))
@@ -210,46 +237,56 @@ class SlotWriter:
 
 
 class _Columns(NamedTuple):
-    """What the arrays of a slot are."""
+    """The fields of a slot, and which of its arrays belong to which."""
 
     schema: Schema
     fields: list[tuple[str, int, int]]
-    """Of each field, which of the arrays are its own: the first one, and how many."""
+    """The name of each field, the index of its first array, and how many arrays it has."""
     names: list[str] | None
-    """Those of the fields, when each has one array."""
+    """The names of the fields if each has exactly one array, otherwise None."""
 
 
 class SlotReader:
-    """Makes batches of the slots that come out of a ring."""
+    """A reader that makes batches of the slots that come out of a ring.
+
+    ``schemas`` is shared by the readers of all feeders: the schemas that came so far, by their text.
+    """
 
     def __init__(self, ring: Ring, schemas: dict[bytes, Schema] | None = None) -> None:
-        """``schemas``: what readers of the same batches have in common."""
         self.ring = ring
         self._schemas = {} if schemas is None else schemas
 
     def ready(self, generation: int) -> bool:
-        """Whether :meth:`take` would give a batch, once those of earlier generations are dropped; keeps the GIL."""
+        """Return True if :meth:`take` would return a batch. Drop batches of earlier generations, without releasing the
+        GIL."""
         ring = self.ring
         while ring.ready or ring.poll():
             slot, _, batch_generation, _ = ring.next()
             if batch_generation >= generation:
                 return True
+            # A batch of a plan that the training process has left: its slot goes straight back to
+            # the feeder.
             ring.take(slot)
         return False
 
     def take(self, generation: int) -> Batch | None:
-        """The next batch of a generation, of those that are ready; None when there is none.
+        """Return the next ready batch of a generation, or None if there is none.
 
-        Batches of earlier generations are dropped. Raises the error that the feeder sent in its place.
+        Batches of earlier generations are dropped. Raises the error that the feeder sent in place of a batch.
         """
         ring = self.ring
         while ring.ready:
             slot, form, batch_generation, step = ring.next()
             if batch_generation > generation:
-                break  # of the next epoch
+                # This batch belongs to the epoch after this one: it stays in the queue until that
+                # begins.
+                break
             if batch_generation < generation:
                 ring.take(slot)
                 continue
+            # A batch of a known form is not read at all here: its arrays are in the slot already. A
+            # change of the lock counts as a new form, because memory may be locked only while no
+            # array points into it.
             if slot.form != form or slot.lock is not ring.lock:
                 self._read(slot)
                 slot.form = form
@@ -257,17 +294,20 @@ class SlotReader:
             columns: dict[str, Column] = {}
             if names is None:
                 for name, first, count in fields:
+                    # array[...] makes a view. The array itself must stay with the slot alone (see
+                    # Slot).
                     arrays = [array[...] for array in slot.arrays[first : first + count]]
                     columns[name] = arrays[0] if count == 1 else Ragged(*arrays)
             else:
                 for name, array in zip(names, slot.arrays, strict=True):
                     columns[name] = array[...]
+            # Only after the views were made: a slot without references would count as free.
             ring.take(slot)
             return Batch(batch_generation, step, schema, columns)
         return None
 
     def _read(self, slot: Slot) -> None:
-        """Make the slot's arrays as its head says."""
+        """Make the arrays of a slot, as its head describes them."""
         self.ring.look(slot)
         length, count = slot.numbers[:_NUMBERS].tolist()
         at = 8 * (_NUMBERS + 2 * count)
@@ -285,17 +325,21 @@ class SlotReader:
         slot.columns = _Columns(schema, fields, [name for name, _, _ in fields] if one_array_each else None)
 
     def _schema(self, text: bytes) -> Schema:
+        # Most slots have the same text, which need not be parsed for each of them.
         schema = self._schemas.get(text)
         if schema is None:
             value = json.loads(text)
             if "error" in value:
                 raise rebuilt(value["error"])
             schema = Schema.from_json(value["fields"])
+            # A transform that returns other fields for another batch would give training tensors of
+            # changing types. It is refused with both schemas, because the first batch alone looks
+            # right.
             for other in self._schemas.values():
                 if other != schema:
                     raise UsageError(
-                        f"transform= gave {schema.describe()}, and {other.describe()} for another batch; fields, types"
-                        " and shapes must be the same for all"
+                        f"transform= returned {schema.describe()}, but {other.describe()} for another batch; fields,"
+                        " types and shapes must be the same for all batches"
                     )
             self._schemas[text] = schema
         return schema

@@ -1,1 +1,1 @@
-"""Which shards an epoch reads, and how long they stay."""
+"""The choice of the shards that an epoch reads, and their leases."""

@@ -1,11 +1,12 @@
-"""Which snapshot each epoch reads: the catalog's side of a loader, run by one of its feeders.
+"""The choice of the snapshot for each epoch: the catalog's side of a loader, run by one of its feeders.
 
-One rule. The snapshot of epoch e + 1 is taken once, when all batches of e are made and half of them were delivered. It
-is that epoch, and its length. :meth:`EpochSnapshots.refresh` discards it; the next epoch then reads the newest. It is
-given up ``hold`` seconds after e ended or was left, so that a long validation or an idle notebook keeps nothing on the
-disk. The first one is taken by the first ``begin``, or by ``prepare`` for its length.
+One rule decides. The snapshot of epoch e + 1 is taken once, when all batches of e are made and half of them were
+delivered. It fixes the samples of that epoch, and so its length. :meth:`EpochSnapshots.refresh` discards it, and the
+next epoch then reads the newest snapshot. It is given up ``hold`` seconds after e ended or was left, so that a long
+validation or an idle notebook keeps nothing on the disk. The first snapshot is taken by the first ``begin``, or by
+``prepare``, which needs the length.
 
-The states, by what is leased: the snapshot of the epoch being read, and the one ahead, of the next epoch::
+The states are named by what is leased: ``reading`` is the snapshot of the current epoch, ``ahead`` that of the next::
 
     leased           made, and        delivered   refresh   prepare          begin     held too long
                      half delivered
@@ -14,11 +15,10 @@ The states, by what is leased: the snapshot of the epoch being read, and the one
     reading          reading, ahead   nothing     -         reading, ahead   reading   nothing
     reading, ahead   -                ahead       reading   -                reading   nothing
 
-Half delivered: else a short epoch, which the memory of the feeders holds whole, would be followed by one as old as its
-own beginning. ``begin`` takes the snapshot ahead if that is of the epoch it begins, else the newest.
+``begin`` uses the snapshot ahead if it was taken for this epoch, otherwise the newest.
 
-With ``split="validation"`` none is taken ahead: the loader is idle until the next validation, which is to see what
-arrives meanwhile, and batches made ahead for it would be stale or given up.
+With ``split="validation"`` no snapshot is taken ahead. The loader is idle until the next validation, which shall see
+the samples that arrive meanwhile; batches made ahead would be stale or given up.
 """
 
 from __future__ import annotations
@@ -48,49 +48,59 @@ class _EpochSnapshot:
     plan: EpochPlan
     lease: Subscription
     parts: Sequence[Sequence[Any]]
-    """All parts of the epoch, those it lost too, as rows."""
+    """All parts of the epoch as rows, those that it lost too."""
     resume: Resume | None
 
 
 class EpochSnapshots:
-    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of each new plan. Methods may
-    be called by one thread at a time."""
+    """The snapshots of a loader's epochs: takes them and gives them back. ``publish`` tells all feeders of each new
+    plan.
+
+    One thread at a time may call its methods.
+    """
 
     def __init__(self, settings: Settings, publish: Callable[[EpochPlan], None]) -> None:
         self._settings, self._publish = settings, publish
         self._selection = selection(settings)
         self._free: list[Subscription] = []
         self._view: View | None = None
-        self._rows: Sequence[Sequence[Any]] = ()  # its parts
+        # The rows of the view's parts, kept because resuming needs them after the lease has ended.
+        self._rows: Sequence[Sequence[Any]] = ()
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._reading: _EpochSnapshot | None = None
         self._ahead: _EpochSnapshot | None = None
         self._awaited: set[str] = set()
-        """Events of the epoch being read that come before the next snapshot is taken; none if it is not taken ahead."""
+        """Events of the epoch being read that must come before the next snapshot is taken; empty if none is taken
+        ahead."""
         self._until: float | None = None
-        """When what is leased is given up; None while an epoch is read."""
+        """The time at which what is leased is given up; None while an epoch is read."""
         self._begun: _EpochSnapshot | None = None
-        """The epoch begun last; its lease may be over."""
+        """The epoch begun last. Its lease may have ended."""
         self._over: list[tuple[_EpochSnapshot, Delivered | None]] = []
-        """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
+        """Epochs that ended, and their times; None for an epoch that does not count here: broken off, or counted by
+        another rank."""
 
     def begin(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
-        """Start an epoch on the snapshot taken for it, else on the newest, or on what is left of an earlier one.
+        """Start an epoch on the snapshot taken for it, otherwise on the newest, or on what is left of an earlier one.
 
         Raises :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
         resume = Resume.of(left_over)
         if self._fits(epoch, resume):
-            if self._reading is not None:  # which was broken off
+            # The epoch before was broken off: its other batches need not be made.
+            if self._reading is not None:
                 self._cut()
             ahead = self._ahead
             assert ahead is not None
         else:
-            if resume is None:  # else what is to be read may go in between
+            # A snapshot to resume must not be given back before it is taken again: its shards could
+            # be evicted in between.
+            if resume is None:
                 self._drop_ahead()
             lease, self._ahead = None if self._ahead is None else self._ahead.lease, None
-            # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
+            # Given back before the next one is taken: the processes of a run share a snapshot as
+            # long as any of them has it, and would get the old one again.
             self._drop_reading()
             self.finish_epochs()
             ahead = self._take(epoch, resume, lease)
@@ -98,12 +108,17 @@ class EpochSnapshots:
         self._drop_reading()
         self._reading = self._begun = ahead
         self._ahead, self._until = None, None
+        # Half delivered, because a short epoch fits into the ring as a whole. Without it the next
+        # epoch would be as old as the beginning of this one.
         self._awaited = set() if self._settings.split == "validation" else {"made", "half"}
         return ahead.plan
 
     def prepare(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
-        """The plan that :meth:`begin` then starts; the present one if that is of this epoch and nothing is resumed.
-        Raises what :meth:`begin` does."""
+        """Return the plan that :meth:`begin` will start, or the current plan if it is of this epoch and nothing is
+        resumed.
+
+        Raises the errors of :meth:`begin`.
+        """
         resume = Resume.of(left_over)
         if self._reading is not None and self._reading.plan.epoch == epoch and resume is None:
             return self._reading.plan
@@ -115,77 +130,89 @@ class EpochSnapshots:
         return self._ahead.plan
 
     def refresh(self) -> None:
-        """Discard the snapshot ahead: the next epoch reads the newest."""
+        """Discard the snapshot ahead, so that the next epoch reads the newest."""
         if self._ahead is None:
             return
         self._drop_ahead()
         if self._reading is None:
+            # A plan without a view: feeders stop making batches of the discarded snapshot and close
+            # its files.
             self._publish(EpochPlan(self._next(), 0, None))
 
     def made(self, generation: int) -> None:
-        """All batches of a plan are made, or nearly."""
+        """Note that all batches of a plan, or nearly all, are made."""
         self._happened("made", generation)
 
     def half_delivered(self, generation: int) -> None:
-        """Half of the batches of a plan were delivered."""
+        """Note that half of the batches of a plan were delivered."""
         self._happened("half", generation)
 
     def delivered(self, generation: int, pace: Delivered) -> None:
-        """The last batch of a plan was delivered: the epoch counts and its lease ends with :meth:`finish_epochs`."""
+        """Note that the last batch of a plan was delivered. :meth:`finish_epochs` counts the epoch and ends its
+        lease."""
         reading = self._reading
         if reading is None or reading.plan.generation != generation:
             return
+        # With split= or where= an epoch reads fewer samples than its snapshot has.
         if self._selection is not None:
             pace = pace._replace(samples=reading.plan.samples)
+        # Ranks agreed on fewer steps, so the batches that are left would only fill slots.
         if pace.batches < reading.plan.steps(self._settings).count:
             self._cut()
         self._reading, self._until = None, time.monotonic() + self._settings.hold
+        # Only rank 0 counts the epoch: all ranks read the same snapshot, which shall count once.
         self._over.append((reading, pace if reading.plan.steps(self._settings).rank == 0 else None))
         if self._ahead is None:
             self._publish(EpochPlan(self._next(), 0, None))
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`finish_epochs` has something to do. Of several ranks, one that begins an epoch late must find
-        the lease of those that are through with it: theirs end when they begin the next."""
+        """Return True if :meth:`finish_epochs` has something to do that may be done now."""
+        # A rank that begins an epoch late must find the lease of the ranks that have finished it.
+        # So with several ranks a lease ends only when its rank begins the next epoch.
         return bool(self._over) and self._over[0][0].plan.steps(self._settings).world_size == 1
 
     def finish_epochs(self) -> None:
-        """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
+        """Count the epochs that ended and give their leases back. No caller needs to wait for these transactions."""
         while self._over:
             snapshot, pace = self._over.pop(0)
             self._done_with(snapshot.lease, pace)
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
-        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
-        :class:`UsageError` when another one was begun meanwhile."""
+        """Return where to resume the current epoch after all ranks have read ``reached`` samples of its plan.
+
+        Raises :class:`UsageError` when another epoch was begun meanwhile.
+        """
         snapshot = self._begun
         if snapshot is None or snapshot.plan.generation != generation:
-            raise UsageError("the epoch whose state is asked for is over: another one was begun")
+            raise UsageError("this epoch has no state any more, because another epoch began")
         plan, parts = snapshot.plan, snapshot.parts
         if not plan.lost:
             return Resume(reached, plan.samples, parts)._asdict()
+        # Positions are those of the first plan: an epoch may be resumed several times, and lose
+        # shards each time.
         positions, _ = plan.left(self._settings)
         return Resume(int(positions[reached]), plan.of[0], parts)._asdict()
 
     def left(self, generation: int) -> None:
-        """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
+        """Let the lease of an epoch end soon, because its iterator was deleted."""
         if self._reading is not None and self._reading.plan.generation == generation:
             self._until = time.monotonic() + self._settings.hold
 
     def regain(self, generation: int) -> bool:
-        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
+        """Keep the snapshot of an epoch that was :meth:`left`. Return False if it was given up before."""
         if self._reading is None or self._reading.plan.generation != generation:
             return False
         self._until = None
         return True
 
     def tick(self) -> float | None:
-        """Give up what is leased when its time is over. Return the seconds until then; None if it is not limited."""
+        """Give up what is leased when its time is over. Return the seconds until then; None if no time is set."""
         if self._until is None or not (self._reading or self._ahead or self._over):
             return None
         if (left := self._until - time.monotonic()) > 0:
-            return min(left, 3600.0)  # hold= may be infinite
+            # At most an hour, because hold= may be infinite.
+            return min(left, 3600.0)
         self._until = None
         self._drop_reading()
         self._drop_ahead()
@@ -194,10 +221,12 @@ class EpochSnapshots:
         return None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give all leases back."""
         self._drop_reading()
         try:
-            self.finish_epochs()  # first: there may be little time
+            # First, because there may be little time: an epoch that is not counted here is never
+            # counted.
+            self.finish_epochs()
         finally:
             self._drop_ahead()
         while self._free:
@@ -213,21 +242,22 @@ class EpochSnapshots:
         following = reading.plan.epoch + 1
         if self._awaited or self._ahead is not None or following == self._settings.epochs:
             return
-        with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
+        # The error comes again when that epoch begins, where somebody hears of it.
+        with contextlib.suppress(Exception):
             self._take_ahead(following, follows=True)
 
     def _fits(self, epoch: int, resume: Resume | None) -> bool:
-        """Whether the snapshot ahead is of this epoch."""
+        """Return True if the snapshot ahead was taken for this epoch."""
         return self._ahead is not None and self._ahead.plan.epoch == epoch and self._ahead.resume == resume
 
     def _take_ahead(self, epoch: int, resume: Resume | None = None, *, follows: bool) -> None:
-        """``follows``: other feeders may still be making the present epoch."""
+        """Take the snapshot ahead. ``follows`` is true while feeders may still be making the current epoch."""
         snapshot = self._take(epoch, resume)
         self._ahead = replace(snapshot, plan=replace(snapshot.plan, follows=follows))
         self._publish(self._ahead.plan)
 
     def _cut(self) -> None:
-        """What is left of the present epoch is not made any more."""
+        """Tell the feeders that the batches left of the current epoch need not be made."""
         if self._ahead is not None and self._ahead.plan.follows:
             self._ahead = replace(self._ahead, plan=replace(self._ahead.plan, follows=False))
             self._publish(self._ahead.plan)
@@ -237,14 +267,17 @@ class EpochSnapshots:
         return self._generation
 
     def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _EpochSnapshot:
-        """``lease``: of a snapshot that is given back unread for it."""
+        """Take a snapshot for an epoch. ``lease`` is one of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
             if resume is not None:
-                # No room is made by it: what would go may be what it is to read.
+                # A snapshot for resuming evicts nothing for a pull: the shards that would be evicted
+                # may be those that it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
                 return _EpochSnapshot(plan, lease, resume.parts, resume)
+            # Nothing changed since there were too few samples, so looking again would give the
+            # same.
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
             view, samples = self._enough(lease, epoch)
@@ -255,7 +288,10 @@ class EpochSnapshots:
             raise
 
     def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
-        """The newest view and its samples; one that leaves some for the next epoch only if it is enough."""
+        """Return the newest view and its number of samples.
+
+        A view that leaves the newest shards for the next epoch is used only if it has enough samples.
+        """
         view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True))
         if lease.spared:
             with contextlib.suppress(NotYet):
@@ -266,7 +302,8 @@ class EpochSnapshots:
         return view, samples
 
     def _same(self, view: View) -> View:
-        """One object for as long as nothing changes: feeders then have its parts open already."""
+        """Return the same object as long as the view does not change, because feeders then have its shards open
+        already."""
         if self._view is not None and view == self._view:
             return self._view
         self._view, self._rows = view, rows(view.parts)
@@ -286,12 +323,13 @@ class EpochSnapshots:
             raise
 
     def _refuse_values(self, view: View) -> None:
-        """Raise :class:`UsageError` for values that no sample has, while nobody pulls more."""
+        """Raise :class:`UsageError` for values that no sample has, while no pull runs."""
         with open_cache(self._settings.root, create=False) as cache:
+            # While a pull runs, such samples may still come.
             if not is_pulled(cache):
                 raise UsageError(
-                    f"none of the {view.samples} samples in {self._settings.root} is selected by"
-                    f" where={shown(where_dict(self._settings.where or ()))}, and no pull draws more; give other values"
+                    f"where={shown(where_dict(self._settings.where or ()))} selects none of the {view.samples} samples"
+                    f" in {self._settings.root}, and no pull is running; use other values"
                 )
 
     def _open(self) -> Subscription:
@@ -319,16 +357,20 @@ class EpochSnapshots:
             self._done_with(snapshot.lease, unread=True)
 
     def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
-        """Count an epoch, if it does, and give its lease back. Nobody waits for this, so what fails is told; a catalog
-        that is lost raises when an epoch that begins needs it."""
+        """Count an epoch if it counts, and give its lease back.
+
+        Failures are printed, because no caller waits for this. If the catalog is lost, the next epoch that begins
+        raises.
+        """
         reported = False
         try:
             if pace is not None:
                 lease.served(pace, last=True)
         except CapacityError:
-            pass  # on a full disk: it was delivered all the same
+            # The disk is full, so the epoch cannot be counted; it was delivered all the same.
+            pass
         except (CacheToolError, OSError) as error:
-            say(f"an epoch was not counted: {error}")
+            say(f"a finished epoch could not be counted in the cache: {error}")
             reported = True
         finally:
             self._free.append(lease)
@@ -336,4 +378,4 @@ class EpochSnapshots:
                 lease.release(unread=unread)
             except (CacheToolError, OSError) as error:
                 if not reported:
-                    say(f"a snapshot is kept until this process ends: {error}")
+                    say(f"a snapshot could not be released and stays leased until this process ends: {error}")

@@ -1,7 +1,7 @@
-"""Following a dataset while it grows: one leased snapshot at a time, taken again when asked.
+"""Following a dataset while it grows: one leased snapshot at a time, and a new one on request.
 
 A subscription belongs to the process that uses it. It may be forked or pickled: the copy holds no lease, reads the
-catalog through a connection of its own, and takes its own lease if it is asked for the newest snapshot.
+catalog through its own connection, and takes its own lease if it is asked for the newest snapshot.
 """
 
 from __future__ import annotations
@@ -24,41 +24,49 @@ __all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 
 
 class Subscription(Protocol):
-    """Where a loader gets its views from."""
+    """A source of views for a loader."""
 
     def newest(
         self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
     ) -> View:
-        """The newest view, leased; the one before it is given back. Those of one run that ask for the same
-        ``epoch`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet. ``sparing``:
-        the newest shards may be left for the next epoch, where that would have nothing new. ``anew``: the one before
-        went unread, and does not count as one that somebody has."""
+        """Lease the newest view and return it, and end the lease of the view before.
+
+        Args:
+            epoch: Number of the epoch that will read the view. Processes of one run that ask for the same epoch get the
+                same view as long as any of them holds it.
+            peek: True if no epoch will be read from the view yet.
+            sparing: True if the newest shards may be left for the next epoch, which would otherwise have nothing new.
+            anew: True if the view before was not read. Its lease then ends in the same transaction, so that it does
+                not count as a view that a process holds.
+        """
         ...
 
     def now(self) -> View:
-        """What there is now. Takes no lease."""
+        """Return the current view. Takes no lease."""
         ...
 
     def at(self, version: int) -> View:
-        """What is left of the view of an earlier version. Takes no lease."""
+        """Return what is left of the view of an earlier version. Takes no lease."""
         ...
 
     @property
     def spared(self) -> bool:
-        """Whether the leased view leaves something for the next one."""
+        """Return True if the leased view leaves shards for the next one."""
         ...
 
     def moved(self, view: View) -> bool:
-        """Whether there may be a newer view than this one. Takes no lease."""
+        """Return True if there may be a newer view than this one. Takes no lease."""
         ...
 
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
-        """Count one epoch for the parts of the leased view, and how it went where that is known. ``last``: what is
-        called next is :meth:`release`."""
+        """Count one epoch for the shards of the leased view, and note its times if they are known.
+
+        ``last`` is true if :meth:`release` is called next.
+        """
         ...
 
     def release(self, *, unread: bool = False) -> None:
-        """Give the lease back; another can be taken. ``unread``: no epoch was read from it after all."""
+        """Give the lease back; another can be taken. ``unread`` is true if no epoch was read from it after all."""
         ...
 
     def close(self) -> None:
@@ -67,12 +75,20 @@ class Subscription(Protocol):
 
 
 class CacheSubscription:
-    """Snapshots of one dataset of a cache.
+    """The snapshots of one dataset of a cache.
 
-    ``cache`` is an open cache or its folder. ``run`` names a training run of several processes: those that ask for the
-    newest view of the same ``epoch`` get the same one. While a background pull fills an empty dataset, this waits for
-    its first samples. The lease also ends when this object is collected, and with the process however that ends. Raises
-    :class:`UsageError` for a cache or a dataset that is not there, :class:`SourceError` when that pull fails.
+    While a background pull fills an empty dataset, making a subscription waits for the first samples. A lease also ends
+    when this object is deleted, and with the process, however that ends.
+
+    Args:
+        cache: An open cache, or its folder.
+        dataset: Name of the dataset; None for the only one.
+        run: Name of a training run of several processes. Those that ask for the newest view of the same ``epoch`` get
+            the same view.
+
+    Raises:
+        UsageError: The cache or the dataset does not exist.
+        SourceError: The background pull failed.
     """
 
     def __init__(self, cache: CacheDir | str | Path, *, dataset: str | None = None, run: str | None = None) -> None:
@@ -100,7 +116,9 @@ class CacheSubscription:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def _open(self) -> CacheDir:
-        """This process's own handle: closing the user's must not end our lease, and a forked one is not ours."""
+        """Return this process's own handle of the cache."""
+        # A handle of its own, because closing the user's must not end this lease. A forked one
+        # belongs to the parent: SQLite's connections must not be used after a fork.
         if self._cache is None or self._pid != os.getpid():
             self._forget()
             self._cache, self._pid = CacheDir(self.root), os.getpid()
@@ -109,34 +127,40 @@ class CacheSubscription:
     def newest(
         self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
     ) -> View:
-        """Lease the present version, or the one that another process of the run leases for ``epoch``."""
+        """Lease the current version, or the one that another process of the run leases for ``epoch``."""
         after = self._open().snapshot(
             dataset=self.dataset, run=None if epoch is None else self.run, epoch=epoch, peek=peek,
             sparing=sparing, instead=self._snapshot if anew else None, known=self._newest_seen,
         )  # fmt: skip
         self._have(after)
+        # The same view for the same shards: listing 780 shards takes longer than the rest of a
+        # snapshot.
         if self._view is None or not after.is_unchanged:
             self._view, self._newest_seen = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 
     def _have(self, after: Snapshot) -> None:
-        """A lease, in place of the one that this has."""
+        """Hold a new lease in place of the present one."""
         before, cache = self._snapshot, self._open()
         if self._finalizer is not None:
+            # The finalizer of the lease before must not run any more: release() below gives that
+            # one back.
             self._finalizer.detach()
         self._snapshot = after
         self._finalizer = weakref.finalize(self, _give_back, os.getpid(), after, cache)
-        # The process's end frees the lease by itself, and no thread can be started there.
+        # Not at the end of the process: the lease ends with it anyway, and no thread can be started
+        # then.
         self._finalizer.atexit = False
+        # The new lease is there before the old one ends, so no shard of both is evicted in between.
         if before is not None:
             before.release()
 
     def now(self) -> View:
-        """The shards of the present version."""
+        """Return the shards of the current version."""
         return self.at(self._open().version)
 
     def at(self, version: int) -> View:
-        """The shards of ``version`` that are still there."""
+        """Return the shards of ``version`` that still exist."""
         cache = self._open()
         schema = cache.schema(self.dataset)
         return View.of_shards(version, self.dataset, schema, cache.shards(self.dataset, version=version))
@@ -148,16 +172,18 @@ class CacheSubscription:
 
     @property
     def spared(self) -> bool:
-        """Whether the newest shards were left out of the leased snapshot."""
+        """Return True if the newest shards were left out of the leased snapshot."""
         return self._snapshot is not None and self._snapshot.version < self._snapshot.newest
 
     def moved(self, view: View) -> bool:
-        """Whether anything was committed or evicted since."""
+        """Return True if a shard was committed or evicted since."""
         own = self._snapshot
+        # A snapshot that spares the newest shards has an older version than the catalog had when it
+        # was taken, so it is compared with that one.
         return self._open().version != (own.newest if own and own.version == view.version else view.version)
 
     def release(self, *, unread: bool = False) -> None:
-        """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""
+        """Give the lease back and keep the catalog open. A forked copy does nothing."""
         if self._pid != os.getpid():
             return
         if self._finalizer is not None:
@@ -167,7 +193,7 @@ class CacheSubscription:
             snapshot.release(unread=unread)
 
     def close(self) -> None:
-        """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""
+        """Give the lease back. May be called twice. In a forked copy the original keeps its lease."""
         self.release()
         cache, pid = self._cache, self._pid
         self._forget()
@@ -190,7 +216,9 @@ _inherited: list[CacheDir] = []
 
 def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
     if os.getpid() != pid:
-        _inherited.append(cache)  # a database connection that came through a fork is neither used nor closed: kept
+        # A database connection that came through a fork must be neither used nor closed, so it is
+        # kept for ever.
+        _inherited.append(cache)
         return
 
     def release() -> None:
@@ -201,8 +229,11 @@ def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
 
 
 def beside(release: Callable[[], None]) -> None:
-    """Call it in a thread, which is done when this returns unless the garbage collector runs in the middle of a
-    transaction of this very thread: that must end first."""
+    """Call ``release`` in a thread, and wait for the thread.
+
+    A garbage collection may call this in the middle of a transaction of this thread, which must end before ``release``
+    can begin. So the wait is limited to a second.
+    """
     thread = threading.Thread(target=release, name="cachetool-release", daemon=True)
     thread.start()
     thread.join(1.0)
@@ -211,7 +242,7 @@ def beside(release: Callable[[], None]) -> None:
 def subscribe(
     cache_or_paths: CacheDir | str | Path | Sequence[str | Path], *, dataset: str | None, run: str | None
 ) -> Subscription:
-    """Follow a dataset of a cache; or read shards outside any, such as ``cachetool convert --out`` writes."""
+    """Follow a dataset of a cache, or read shards outside any cache, such as ``cachetool convert --out`` writes."""
     root, paths = located(cache_or_paths, dataset)
     if not paths:
         return CacheSubscription(
@@ -221,13 +252,16 @@ def subscribe(
 
 
 def launched_run() -> str | None:
-    """What tells this run of a launcher's job from any other, the same on all its processes; None without a launcher.
+    """Return a name of this run of a launcher's job, the same on all its processes; None without a launcher.
 
-    From the environment of torchrun (id of the rendezvous, address, restarts) or of Slurm (id of job and step).
+    The name is made of the environment of torchrun (id of the rendezvous, address, restarts) or of Slurm (id of job and
+    step, restarts).
     """
     env = os.environ
     names: tuple[str, ...]
     if "TORCHELASTIC_RUN_ID" in env:
+        # With the number of restarts: a restarted job must not share the snapshot that the failed
+        # one began.
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     elif "SLURM_JOB_ID" in env:
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")

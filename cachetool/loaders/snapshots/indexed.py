@@ -1,16 +1,16 @@
-"""Which list of samples an index means: in the process that follows the dataset, and in every copy of it elsewhere.
+"""Views by index: which list of samples an index refers to, in the process that made the dataset and in its workers.
 
 The process that made the dataset holds the lease and writes the number of each snapshot on the board. A worker process
-has a copy, made by fork or pickle when it was started; it reads the board and looks the list of shards up in the
-catalog. It uses a list only if its fingerprint is that on the board: an index never means another sample.
+has a copy of the dataset, made by fork or pickle when the worker started. It reads the board and looks up the list of
+shards in the catalog. It uses a list only if the fingerprint on the board matches, so an index never means another
+sample.
 
-A few numbers that one process writes and its workers read: which snapshots there were lately, and which is the last.
+The board is a few numbers: the last snapshots, and which of them is the newest. A worker that outlives an epoch keeps
+the list of shards it started with, and the board tells it that there is a newer one. The board is in shared memory
+without a name, which ends with its last process and reaches children by fork, spawn and forkserver alike. Pickled to
+anywhere else (a file, another machine) it becomes a board of its own.
 
-A worker process that outlives an epoch keeps the list of shards it was born with; this board tells it that there is a
-newer one. It lies in shared memory that has no name and goes with its last process, and it reaches children through
-fork, spawn and forkserver alike. Pickled anywhere else (a file, another machine) it becomes a board of its own.
-
-Written by one process. A row is invalid while it is rewritten, and rows are checked before and after they are read.
+One process writes the board. A row is invalid while it is written, and readers check a row before and after reading it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class Board:
 
     @property
     def current(self) -> int:
-        """Version of the newest snapshot; 0 before the first."""
+        """Return the version of the newest snapshot; 0 before the first."""
         return int(self._cells[_CURRENT])
 
     def publish(self, version: int, fingerprint: int) -> None:
-        """Make a snapshot known and the newest. ``fingerprint`` is any number that tells its list of shards."""
+        """Make a snapshot known as the newest. ``fingerprint`` is any number that identifies its list of shards."""
         cells = self._cells
         if self.fingerprint(version) != fingerprint:
             at = _FIRST + 2 * (cells[_COUNT] % _ROWS)
+            # Version 0 while the fingerprint is written. A worker that reads the row at this moment
+            # sees that it is invalid, rather than another snapshot's fingerprint.
             cells[at] = 0
             cells[at + 1] = fingerprint
             cells[at] = version
@@ -60,16 +62,17 @@ class Board:
         cells[_CURRENT] = version
 
     def fingerprint(self, version: int) -> int | None:
-        """The fingerprint of a snapshot; None when it is unknown or long gone."""
+        """Return the fingerprint of a snapshot; None if it is unknown or among the older ones."""
         cells = self._cells
         for at in range(_FIRST, _FIRST + 2 * _ROWS, 2):
             if cells[at] == version:
                 fingerprint = int(cells[at + 1])
+                # Read again: the owner may have rewritten the row while its fingerprint was read.
                 return fingerprint if cells[at] == version else None
         return None
 
     def __reduce__(self) -> tuple[Callable[..., Board], tuple[Any]]:
-        # Shared memory can only be handed to a child that is being started right now.
+        # Shared memory can be handed only to a child that is being started right now.
         if get_spawning_popen() is None:
             return Board, (list(self._cells),)
         return _attached, (self._cells,)
@@ -81,16 +84,17 @@ def _attached(cells: Any) -> Board:
     return board
 
 
+# A plain function, because it is pickled by its name.
 Check = Callable[[View], None]
-"""Raises :class:`UsageError` for a view that a loader cannot read. A plain function: it is pickled by name."""
+"""A check that raises :class:`UsageError` for a view that a loader cannot read."""
 
 
 def usable(view: View) -> None:
-    """The check of a loader that reads every format."""
+    """Accept every view: the check of a loader that reads every format."""
 
 
 class Views:
-    """The views of one dataset, each of which passed ``check``; ``changed`` is told of every new one."""
+    """The views of one dataset, each of which passed ``check``. ``changed`` is called with every new one."""
 
     def __init__(self, subscription: Subscription, *, check: Check, changed: Callable[[View], None]) -> None:
         self._subscription = subscription
@@ -107,36 +111,40 @@ class Views:
 
     @property
     def version(self) -> int:
-        """Version of the snapshot that this process took last."""
+        """Return the version of the snapshot that this process took last."""
         return self._view.version
 
     def refresh(self, *, epoch: int | None = None, sparing: bool = False) -> View:
-        """Take the newest snapshot; give the one before it back. ``sparing`` may leave some for the next epoch."""
-        if self._owner != os.getpid():  # a copy goes its own way from here: it must not write the owner's board
+        """Take the newest snapshot and give the one before back. ``sparing`` may leave its newest shards for the next
+        epoch."""
+        # A copy follows the dataset by itself from here on, and must not write on the owner's
+        # board.
+        if self._owner != os.getpid():
             self._board, self._owner = Board(), os.getpid()
         self._view = self._take(self._subscription.newest(epoch=epoch, sparing=sparing))
         return self._view
 
     def plain(self) -> View:
-        """The view that an index without a version means, also in a worker that was started before a refresh.
+        """Return the view that an index without a version means, also in a worker that started before a refresh.
 
-        Which snapshot such an index was drawn from cannot be told. It does not matter while the older list is the
-        beginning of the newer one; after an eviction the index is refused, as it might mean another sample.
+        Nobody can tell from which snapshot such an index was drawn. This does not matter while the older list is the
+        beginning of the newer one. After an eviction the index is refused, because it might mean another sample.
         """
         version = self._board.current
         if version != self._view.version:
             view = self._load(version)
             if not view.extends(self._view):
                 raise UsageError(
-                    f"shards were evicted between snapshots {self._view.version} and {version}: a plain index no longer"
-                    " says which sample it means; use sampler=EpochSampler(dataset), or persistent_workers=False"
+                    f"shards were evicted between snapshots {self._view.version} and {version}, so a plain index may"
+                    " mean another sample now; use sampler=EpochSampler(dataset), or persistent_workers=False"
                 )
             self._view = view
             self._changed(view)
         return self._view
 
     def at(self, version: int) -> View:
-        """The view of an index that carries its version. Raises :class:`UsageError` when that snapshot is over."""
+        """Return the view of an index that carries its version. Raises :class:`UsageError` when that snapshot has
+        ended."""
         if version == self._view.version:
             return self._view
         if version != self._other.version:
@@ -149,19 +157,21 @@ class Views:
         view = self._subscription.at(version)
         if view.fingerprint != expected:
             raise UsageError(
-                f"snapshot {version} of these indices is over and its shards may be evicted; draw indices of the"
-                " present one: iterate over the sampler again"
+                f"these indices belong to snapshot {version}, which has ended, so its shards may be evicted;"
+                " iterate over the sampler again to get new indices"
             )
         self._check(view)
         return view
 
     def served(self) -> None:
-        """Count one epoch for the shards of the present snapshot."""
+        """Count one epoch for the shards of the current snapshot."""
         self._subscription.served()
 
     def close(self) -> None:
-        """Give the lease back; in a copy nothing happens to the owner's."""
+        """Give the lease back. In a copy the owner's lease stays."""
         self._subscription.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        # Owner 0 is no process, so a pickled copy never counts as the owner, whatever process it is
+        # in.
         return {**self.__dict__, "_owner": 0}

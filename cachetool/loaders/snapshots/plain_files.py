@@ -6,7 +6,7 @@
     DIR/part-00003.h5     one of them
     shards/<id>           the shard of a cache or a copy of it: no lease keeps it there
 
-They are read without a cache and never change: one view, nothing leased, nothing counted.
+They are read without a cache and never change. There is one view; nothing is leased and nothing is counted.
 """
 
 from __future__ import annotations
@@ -42,49 +42,50 @@ class FileSubscription:
     def newest(
         self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
     ) -> View:
-        """The view."""
+        """Return the view."""
         return self._view
 
     def now(self) -> View:
-        """The view."""
+        """Return the view."""
         return self._view
 
     def at(self, version: int) -> View:
-        """The view, whatever the version: there is no other."""
+        """Return the view, whatever the version: there is no other."""
         return self._view
 
     @property
     def spared(self) -> bool:
-        """Never."""
+        """Return False: no shard is left out."""
         return False
 
     def moved(self, view: View) -> bool:
-        """Never."""
+        """Return False: the view never changes."""
         return False
 
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
-        """Nobody counts."""
+        """Do nothing: epochs of plain files are not counted."""
 
     def release(self, *, unread: bool = False) -> None:
-        """Nothing to give back."""
+        """Do nothing: nothing is leased."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: nothing is leased."""
 
 
 def is_shards(path: Path) -> bool:
-    """Whether the path names shards by itself, and not a cache that is there or may come to be."""
-    # os.path says no where pathlib raises: who may not look into a cache is told so by what comes next.
+    """Return True if the path names shards, and not a cache that exists or may be made there."""
+    # os.path returns False where pathlib raises. A user who may not look into a cache is told so by
+    # the code that opens it.
     return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path, {})
 
 
 def located(
     cache_or_paths: CacheDir | str | Path | Sequence[str | Path], dataset: str | None
 ) -> tuple[Path, tuple[Path, ...]]:
-    """The folder of a cache, or where shards are: then that of the first of them too, and all of them.
+    """Return the folder of a cache and no paths; or the first of the paths of shards, and all of them.
 
-    A folder that is empty or not there yet is one of a cache. Raises :class:`UsageError` for shards with a ``dataset``,
-    and what :func:`shards_at` raises.
+    A folder that is empty or does not exist yet is a cache's. Raises :class:`UsageError` for shards with a ``dataset``,
+    and the errors of :func:`shards_at`.
     """
     if isinstance(cache_or_paths, CacheDir):
         return cache_or_paths.root, ()
@@ -97,6 +98,8 @@ def located(
                 refused = error
             else:
                 return path, ()
+            # Looked at as shards first: its error says what the path is, which helps more than that
+            # it is no cache.
             _look(path, {})
             raise refused
         cache_or_paths = [path]
@@ -104,7 +107,7 @@ def located(
         named = list(cache_or_paths)
     except TypeError:
         raise UsageError(
-            f"{shown(cache_or_paths)} is no cache: give an open one, its folder, or a list of shards"
+            f"{shown(cache_or_paths)} is not a cache; use an open cache, its folder, or a list of shards"
         ) from None
     paths = tuple(root_of(path).absolute() for path in named)
     shards_at(paths)
@@ -114,10 +117,10 @@ def located(
 
 
 def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
-    """All samples of the shards at these paths, in this order.
+    """Return all samples of the shards at these paths, in this order.
 
-    Raises :class:`UsageError` for a path that is no shard, one that comes twice, and shards of different schemas;
-    :class:`CorruptError` for a damaged ``dataset.json`` or ``shard.json``.
+    Raises :class:`UsageError` for a path that is no shard, for a path that occurs twice, and for shards of different
+    schemas; :class:`CorruptError` for a damaged ``dataset.json`` or ``shard.json``.
     """
     if not paths:
         raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
@@ -129,26 +132,26 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
         if schema is not None and path_schema.is_reordered(schema):
             raise UsageError(
                 f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(path_schema.names)} and"
-                f" {', '.join(schema.names)}; load them apart"
+                f" {', '.join(schema.names)}; load each of them separately"
             )
         if schema is not None and path_schema != schema:
             raise UsageError(
                 f"{path} and {paths[0]} hold different fields: {path_schema.describe()} and {schema.describe()};"
-                " load them apart"
+                " load each of them separately"
             )
         schema = path_schema
         for part in more:
             where = f"{part.where}/{part.file}" if part.file else part.where
             if where in parts:
-                raise UsageError(f"{where} comes twice; name it once")
-            # Under a name that no part of another folder has.
+                raise UsageError(f"{where} is listed twice; list it once")
+            # Files of several folders may have the same name, so the whole path becomes the id.
             parts[where] = part if len(paths) == 1 else part._replace(id=where)
     assert schema is not None
     return FileSubscription(schema, tuple(parts.values()))
 
 
 _Datasets = dict[Path, tuple[Schema, dict[str, ShardFile]]]
-"""Of a folder its ``dataset.json``, read once: schema and parts by the names of their files."""
+"""The contents of ``dataset.json`` by its folder, read once: the schema, and the parts by the names of their files."""
 
 
 def _look(path: Path, datasets: _Datasets) -> tuple[Schema, Iterable[ShardFile]]:
@@ -160,22 +163,22 @@ def _look(path: Path, datasets: _Datasets) -> tuple[Schema, Iterable[ShardFile]]
         schema, parts = datasets[path.parent]
         return schema, [parts[path.name]]
     if not path.exists():
-        raise UsageError(f"there is nothing at {path}")
+        raise UsageError(f"{path} does not exist")
     if Layout(path).marker.is_file():
         raise UsageError(f"{path} is a cache; give it alone, not in a list of shards")
     if path.is_dir():
         raise UsageError(
-            f"{path} is neither a cache nor a shard; a cache is filled from it with: cachetool pull"
+            f"{path} is neither a cache nor a shard; fill a cache from it with: cachetool pull"
             f" {shlex.quote(str(path))} --cache FOLDER"
         )
     raise UsageError(
-        f"{path} is no shard: neither {DATASET_FILE} nor {SHARD_FILE} tells of it; shards are made of it with:"
+        f"{path} is not a shard: neither {DATASET_FILE} nor {SHARD_FILE} lists it; convert it to shards with:"
         f" cachetool convert {shlex.quote(str(path))} --to lmdb --out FOLDER"
     )
 
 
 def _listed(path: Path, datasets: _Datasets) -> bool:
-    """Whether the folder of this part tells of it."""
+    """Return True if the ``dataset.json`` beside this file lists it."""
     folder = path.parent.absolute()
     if folder not in datasets:
         if not os.path.exists(path) or not os.path.isfile(folder / DATASET_FILE):
@@ -186,7 +189,7 @@ def _listed(path: Path, datasets: _Datasets) -> bool:
 
 
 def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
-    """What ``cachetool convert --out`` wrote."""
+    """Return the schema and the files of a folder that ``cachetool convert --out`` wrote."""
     with _reading(folder / DATASET_FILE) as about:
         dataset = parse_dataset(read_json(about, links=True))
         name = get_format(dataset.format).name
@@ -198,7 +201,8 @@ def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
     with _reading(folder / SHARD_FILE):
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
-        where = folder.resolve() if folder.is_symlink() else folder  # a link that the user named is followed
+        # A link that the user named is followed. Links inside a shard are not.
+        where = folder.resolve() if folder.is_symlink() else folder
         part = ShardFile(value["id"], name, value["samples"], value["content"], str(where), digest=value["digest"])
         return Schema.from_json(value["schema"]), [part]
 
@@ -207,5 +211,7 @@ def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
 def _reading(path: Path) -> Iterator[Path]:
     try:
         yield path
+    # A damaged or hostile file can make the caller raise any of these errors. All of them become
+    # one error that names the file.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError) as error:
-        raise CorruptError(f"{path} is not what cachetool writes: {error}") from error
+        raise CorruptError(f"{path} is damaged or was not written by cachetool: {error}") from error

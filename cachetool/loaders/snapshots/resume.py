@@ -1,4 +1,4 @@
-"""Resume: the states that loaders and samplers give, the checks of a state, and what is left of the epoch it is of."""
+"""Resuming: the states of loaders and samplers, the checks of a state, and what is left of its epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 STATE = 1
 """Version of the states."""
 _LONGEST = 200
-"""Characters of a selection in a message."""
+"""Maximum of characters of a selection in a message."""
 
 
 class Resume(NamedTuple):
@@ -45,11 +45,11 @@ class Resume(NamedTuple):
     position: int
     samples: int
     parts: Sequence[Sequence[Any]]
-    """Rows as :func:`~cachetool.loaders.settings.rows` gives them."""
+    """Rows as :func:`~cachetool.loaders.settings.rows` returns them."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Resume | None:
-        """Return what a loader's state says of the epoch in the middle of which it was taken; None at an edge."""
+        """Return the place that a loader's state holds; None for a state between two epochs."""
         return cls(**value) if value else None
 
 
@@ -57,35 +57,41 @@ class Resume(NamedTuple):
 
 
 def require_state(state: object, kinds: Mapping[str, Callable[[Any], bool]], *, of: str) -> None:
-    """Raise :class:`UsageError` unless ``state`` is one that the class ``of`` gave: each of ``kinds`` says whether what
-    the state has of that name can be."""
+    """Raise :class:`UsageError` unless ``state`` is a state of the class ``of``.
+
+    Each function of ``kinds`` returns True if the entry of its name is possible.
+    """
+    # A state comes from a file of the user's, so anything in it may be of any type.
     if not isinstance(state, Mapping) or not is_whole(state.get("state")) or state["state"] != STATE:
-        raise UsageError(f"not a state of this version's {of}; load what state_dict() gave")
+        raise UsageError(f"this is not a state of {of} of this version; load the result of state_dict()")
     for name, good in kinds.items():
         if not good(state.get(name)):
             raise UsageError(
-                f"not a state of {of}: its {name!r} is {shown(state.get(name))}; load what state_dict() gave"
+                f"this is not a state of {of}: {name!r} is {shown(state.get(name))}; load the result of state_dict()"
             )
 
 
 def require_same(saved: Mapping[str, Any], here: Mapping[str, Any], *, of: str) -> None:
-    """Raise :class:`UsageError` where the class ``of`` has another setting here than a state was made with: the epoch
-    would have other samples, or another order."""
+    """Raise :class:`UsageError` if the class ``of`` has another setting here than the state was made with."""
+    # With another setting the epoch would have other samples, or another order, and nobody would
+    # notice.
     for name, value in saved.items():
         if not isinstance(value, str | float | int | None) or here.get(name) != value:
             was, has = (_given(name, setting) for setting in (value, here.get(name)))
-            raise UsageError(f"the state was made with {name}={was}, this {of} has {has}; make it with {name}={was}")
+            raise UsageError(
+                f"the state was saved with {name}={was}, but this {of} has {has}; create it with {name}={was}"
+            )
 
 
 def _given(name: str, setting: object) -> str:
-    """A setting of a state as the argument that it was."""
+    """Return a setting of a state as the argument that it was."""
     if name == "where" and isinstance(setting, str):
         return setting if len(setting) <= _LONGEST else f"{setting[:_LONGEST]}..."
     return shown(False if is_one_of(setting, ("no",)) else setting)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, 0 or more."""
+    """Return True for a whole number, 0 or more."""
     try:
         return parse_whole(value, what="") >= 0
     except UsageError:
@@ -93,12 +99,13 @@ def is_whole(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number of samples or batches."""
+    """Return True for a number of samples or batches."""
+    # The order of an epoch cannot be computed beyond MAX_N samples.
     return is_whole(value) and int(value) <= MAX_N  # type: ignore[call-overload]
 
 
 def are_rows(value: object) -> bool:
-    """Whether they are parts as :func:`~cachetool.loaders.settings.rows` gives them."""
+    """Return True for parts as :func:`~cachetool.loaders.settings.rows` returns them."""
     return isinstance(value, list | tuple) and all(
         isinstance(row, list | tuple)
         and len(row) >= 4
@@ -134,7 +141,7 @@ SAVED: dict[str, Callable[[Any], bool]] = {
 
 
 def taken(state: Mapping[str, Any]) -> int:
-    """Return how many batches of its epoch a state has behind it, of a loader or of its epochs of fixed length."""
+    """Return the number of batches that a state has behind it, of a loader or of its epochs of fixed length."""
     batches: int = state["at"] if "at" in state else state["taken"] if state["resume"] else 0
     return batches
 
@@ -143,16 +150,15 @@ def taken(state: Mapping[str, Any]) -> int:
 
 
 def _left(view: View, resume: Resume) -> tuple[View, Ranges]:
-    """What ``view`` has of the samples of an earlier snapshot, in its order, and the ranges of indices that are lost.
-
-    A part that was converted since has the same content.
-    """
+    """Return the part of ``view`` that belongs to an earlier snapshot, in its order, and the ranges of indices that are
+    lost."""
     by_id = {part.id: part for part in view.parts}
     by_content = {(part.content, part.samples): part for part in view.parts if part.content}
     parts: list[ShardFile] = []
     lost: list[Range] = []
     start = 0
     for id, _, samples, content, *_ in resume.parts:
+        # A shard that was converted since has another id, but the same content.
         part = by_id.get(id) or by_content.get((content, samples))
         if part is None:
             lost.append((start, start + samples))
@@ -163,12 +169,17 @@ def _left(view: View, resume: Resume) -> tuple[View, Ranges]:
 
 
 def _evicted(resume: Resume, lost: Ranges, way_out: str) -> UsageError:
-    return UsageError(f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {way_out}")
+    return UsageError(
+        f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted after the state was saved;"
+        f" {way_out}"
+    )
 
 
 def places(view: View, resume: Resume) -> Callable[[Int64s], Int64s]:
-    """Return the way from indices of the snapshot that a sampler resumes to those of ``view``, the present one; both
-    int64, (k,). Raises :class:`UsageError` where shards of it were evicted."""
+    """Return a function that turns indices of the snapshot that a sampler resumes into indices of ``view``.
+
+    Both are int64, (k,). Raises :class:`UsageError` when shards of the snapshot were evicted.
+    """
     there, lost = _left(view, resume)
     if lost:
         raise _evicted(resume, lost, "begin the next epoch with sampler.set_epoch(n)")
@@ -186,10 +197,10 @@ def places(view: View, resume: Resume) -> Callable[[Int64s], Int64s]:
 def resumed(
     generation: int, epoch: int, view: View, resume: Resume, *, settings: Settings, count: Callable[[View], int]
 ) -> EpochPlan:
-    """The plan of what is left of an epoch, of which ``view`` has what is still there; ``count`` says how many of a
-    view's samples are read.
+    """Return the plan of what is left of an epoch, of which ``view`` has what still exists.
 
-    Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
+    ``count`` returns how many samples of a view are read. Raises :class:`UsageError` when samples are gone, unless
+    ``missing="skip"`` continues without them.
     """
     view, lost = _left(view, resume)
     if not lost:
@@ -200,17 +211,19 @@ def resumed(
     if settings.missing != "skip":
         if not view.parts:
             raise UsageError(
-                f"{none_of} the epoch to resume is in {settings.root}: the state is of another cache, or they were"
-                f" evicted since; {next_one}"
+                f"{none_of} the epoch to resume is in {settings.root}: the state belongs to another cache, or the"
+                f" shards were evicted; {next_one}"
             )
-        skip = "missing='skip' goes on without their samples" if chooses is None else next_one
+        skip = "missing='skip' continues without their samples" if chooses is None else next_one
         raise _evicted(resume, lost, skip)
+    # The state holds no indices. Only the shard itself tells which of its samples were selected,
+    # and it is evicted.
     if chooses is not None:
         raise UsageError(
-            f"an epoch with {chooses} cannot go on without evicted shards: nobody knows which of their samples it had;"
-            f" {next_one}"
+            f"an epoch with {chooses} cannot continue without evicted shards, because only the shards say which of"
+            f" their samples were selected; {next_one}"
         )
     if not view.parts:
-        say(f"{none_of} epoch {epoch} is left, which was to be resumed: it ends at once")
+        say(f"{none_of} the epoch to resume, {epoch}, is left, so this epoch ends immediately")
     plan = EpochPlan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))

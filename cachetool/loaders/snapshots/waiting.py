@@ -1,4 +1,4 @@
-"""Waiting for the first samples of a dataset that a background pull is filling, and saying so."""
+"""Waiting for the first samples of a dataset that a background pull fills, and telling the user so."""
 
 from __future__ import annotations
 
@@ -40,71 +40,79 @@ __all__ = [
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
 _POLL = 0.1
+"""Seconds between two looks at the catalog."""
 FIRST, AGAIN = 3.0, 60.0
 """Seconds of waiting until the first line that says so, and between two lines."""
 
 
 class NotYet(CacheToolError):
-    """There are too few samples so far; the message says how many of how many."""
+    """An error that says how many samples there are so far, and how many are needed.
+
+    ``less`` is the argument by which a user would ask for less, such as ``min_samples=``.
+    """
 
     def __init__(self, text: str, *, less: str = "") -> None:
-        """``less``: the argument by which less would be asked for, such as ``min_samples=``."""
         super().__init__(text)
         self.less = less
 
 
 def require(settings: Settings, samples: int, *, world_size: int, grows: bool) -> None:
-    """Raise :class:`NotYet` when there are too few samples for an epoch of ``world_size`` ranks; :class:`UsageError`
-    where that never ``grows``, as with plain files."""
+    """Raise :class:`NotYet` when there are too few samples for an epoch of ``world_size`` ranks.
+
+    Raises :class:`UsageError` instead if the dataset never ``grows``, as with plain files.
+    """
     least = settings.min_samples * (world_size if settings.min_each else 1)
     need = max(world_size, least) if grows else world_size
     global_batch = world_size * settings.batch_size if settings.drop_last else 0
     need = max(need, global_batch)
     if samples >= need:
         return
-    side = f" for {settings.split}" if settings.split else ""
+    side = f" of split={settings.split!r}" if settings.split else ""
     if settings.where is not None:
         side += f" with where={shown(where_dict(settings.where))}"
     text = f"{samples} of {need} samples{side} in {settings.root}"
     less = "min_samples="
     if need == global_batch:
-        text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
+        text += f", because drop_last=True uses only complete batches of {settings.batch_size}"
         less = "batch_size="
     elif settings.where is not None and not samples:
         less = "where="
     elif settings.split and not samples:
         less = "validation="
     if not grows:
-        raise UsageError(f"{text}; more never come to plain files")
+        raise UsageError(f"{text}; plain files do not grow")
     raise NotYet(text, less=less)
 
 
 def no_dataset(root: str, dataset: str, names: Sequence[str]) -> UsageError:
-    """For a dataset that a cache has not, while nobody pulls."""
+    """Return the error for a dataset that the cache does not have, while no pull runs."""
     return UsageError(
-        f"there is no dataset {shown(dataset)} in {root}, only {', '.join(map(plain, names))}, and no pull is drawing;"
-        f" name one of them with dataset=, or fill it with: {_command(Path(root), dataset)}"
+        f"unknown dataset {shown(dataset)} in {root}, and no pull is running; choose one of"
+        f" {', '.join(map(plain, names))} with dataset=, or fill it with: {_command(Path(root), dataset)}"
     )
 
 
 def is_pulled(cache: CacheDir) -> bool:
-    """Whether a pull draws into the cache, or one in the background is about to."""
+    """Return True if a pull draws into the cache, or if a background pull is about to."""
     with cache.catalog.read() as connection:
         drawing = connection.execute("SELECT 1 FROM jobs LIMIT 1").fetchone() is not None
         return drawing or any(state.alive for state in _pulls(connection, cache, None))
 
 
 def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
-    """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
+    """Return the error for a cache that has no samples of ``dataset``, but datasets of the names ``there``."""
     text = f"no samples{f' of dataset {shown(dataset)}' if dataset else ''} in {root}"
-    return NotYet(f"{text} (there is {', '.join(map(plain, there))})", less="dataset=") if there else NotYet(text)
+    return NotYet(f"{text} (it has {', '.join(map(plain, there))})", less="dataset=") if there else NotYet(text)
 
 
 class Talk:
-    """Says on stderr what a loader waits for and who brings it, when that takes longer than a moment."""
+    """Lines on stderr that tell what a loader waits for and which pull brings it, if the wait takes longer than a
+    moment.
+
+    ``wait`` is the maximum of seconds, counted from now. ``dataset`` is the dataset that was asked for by name.
+    """
 
     def __init__(self, root: str | Path, wait: float, *, dataset: str | None = None) -> None:
-        """``wait``: seconds that it takes at most, from now on; ``dataset``: the one that was asked for by name."""
         self._root, self._dataset = Path(root), dataset
         self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
         now = time.monotonic()
@@ -116,7 +124,7 @@ class Talk:
         return time.monotonic() >= self._until
 
     def tell(self, short: NotYet) -> None:
-        """``short`` says what there is too little of; called again and again."""
+        """Print what is missing (``short``) if it is time for a line. Called again and again."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + AGAIN
@@ -124,19 +132,20 @@ class Talk:
 
 
 def say(text: str) -> None:
-    """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: from a handler in the middle of a print
+    """Print a line on stderr. If stderr is closed or its disk is full, the line is lost and training continues."""
+    # RuntimeError comes of a signal handler that prints in the middle of another print.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         if sys.stderr is not None:
             print(f"cachetool: {plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def given_up(settings: Settings, short: NotYet) -> CacheToolError:
-    """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
+    """Return the error of a wait that lasted too long, with the newest error of a pull if there is one."""
     text = f"waited {settings.wait:g} s for samples: {short}"
     with contextlib.suppress(CacheToolError), open_cache(settings.root, create=False) as cache:
         for event in cache.stats().errors[:1]:
             return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
-    less = f", or set {short.less}" if short.less else ""
+    less = f", or change {short.less}" if short.less else ""
     return UsageError(f"{text}; fill it with: {_command(Path(settings.root), settings.dataset)}{less}")
 
 
@@ -146,8 +155,9 @@ def _command(root: Path, dataset: str | None) -> str:
 
 
 def _who_pulls(root: Path, dataset: str | None, less: str) -> str:
-    """The pulls that draw into a cache now, those in the foreground too, or how to begin one."""
-    with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:  # recovers: who is in it lives
+    """Return text that tells which pulls draw into a cache now, those in the foreground too, or how to start one."""
+    # Opening the cache recovers it first, so every holder in the catalog is a living process.
+    with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:
         with cache.catalog.read() as connection:
             states = [state for state in _pulls(connection, cache, None) if state.alive]
             drawing = connection.execute(
@@ -156,19 +166,20 @@ def _who_pulls(root: Path, dataset: str | None, less: str) -> str:
         if states:
             return _described(states[0])
         if drawing:
-            return f"the pull of {drawing[0]['url']} draws into dataset {drawing[0]['dataset']!r}"
+            return f"the pull of {drawing[0]['url']} fills dataset {drawing[0]['dataset']!r}"
     start = f"start one with: {_command(root, dataset)}"
-    return f"no pull is drawing into this cache; {start}{f', or set {less}' if less else ''}"
+    return f"no pull is filling this cache; {start}{f', or change {less}' if less else ''}"
 
 
 def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1) -> None:
-    """Come back when ``dataset`` has ``least`` samples, or nobody pulls into it.
+    """Wait until ``dataset`` has ``least`` samples, or until no pull fills it.
 
-    Raises :class:`SourceError` with the pull's own error when that failed and there are too few samples, and after
+    Raises :class:`SourceError` with the pull's own error when the pull failed and there are too few samples, and after
     :data:`WAIT` seconds.
     """
     talk = Talk(cache.root, WAIT)
     while True:
+        # A transaction for each look: a long one would keep the pull's commits out.
         with cache.catalog.read() as connection:
             have = connection.execute(
                 "SELECT coalesce(sum(samples), 0) FROM shards WHERE state = 'ready' AND dataset = coalesce(?, dataset)",
@@ -189,13 +200,15 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1) ->
 
 
 def failed_pull(cache: CacheDir, dataset: str | None) -> SourceError | None:
-    """The error of the background pull that was to fill ``dataset``, when none is at work any more."""
+    """Return the error of the background pull that was to fill ``dataset``, if no pull is at work any more."""
     with cache.catalog.read() as connection:
         return _failure(_pulls(connection, cache, dataset))
 
 
 def _pulls(connection: Connection, cache: CacheDir, dataset: str | None) -> list[PullState]:
-    from cachetool.cache.stats import pull_states  # most loaders wait for no pull: 15 ms of their start
+    # Imported here, because most loaders wait for no pull, and the import takes 15 ms of their
+    # start.
+    from cachetool.cache.stats import pull_states
 
     return pull_states(connection, cache.layout, dataset=dataset)
 
