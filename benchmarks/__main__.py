@@ -1,13 +1,13 @@
-"""One entry to the benchmarks: runs a suite, keeps what it found as JSON, and makes tables and a picture of it.
+"""Run a benchmark suite, save its figures as JSON, and draw tables and a chart of them.
 
     python -m benchmarks run --suite feed --folder DIR [--peers "FFCV;Grain"] [--out DIR] [options of the script]
     python -m benchmarks show OUT/feed.json
 
-A suite is a script of this folder, which works alone too and gets the options of its own (``--rounds``, ``--cases``).
-``--folder`` is where data is written and deleted again: on the disk to be measured. ``--peers`` measures others beside:
-``all``, or names with ``;`` between; each has an environment of its own below ``--peers-dir`` (installed when it is not
-there), and one that fails is a row with its error. Into ``--out`` go ``SUITE.json`` (with date, machine, versions and
-settings), ``SUITE.md`` and ``SUITE.svg``.
+A suite is a script of this folder. Each script also runs alone and has its own options (``--rounds``, ``--cases``).
+``--folder`` is the folder to write data into and to delete it from again, on the disk to be measured. ``--peers``
+also measures other tools: ``all``, or names separated by ``;``. Each tool has its own environment below
+``--peers-dir``, which is installed if it does not exist. A tool that fails becomes a row with its error. ``--out``
+receives ``SUITE.json`` (with date, machine, versions and settings), ``SUITE.md`` and ``SUITE.svg``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Suite:
-    """A script, and how it is told where to write and whom to measure beside."""
+    """A script, and how it takes the folder and the other tools to measure."""
 
     script: str
     peers: str | None = None
-    """Its option for them: ``--peers``, whose environments are below ``--peers-dir``, or ``--tools``."""
+    """The script's option for the other tools: ``--peers`` (environments below ``--peers-dir``) or ``--tools``."""
 
     def command(self, options: argparse.Namespace, rest: list[str]) -> list[str]:
-        """What to run."""
+        """Return the command that runs the script."""
         command = [sys.executable, str(HERE / self.script), str(options.folder), "--json", *rest]
         if options.peers and self.peers == "--tools":
             names = options.peers.replace(";", ",")
@@ -66,7 +66,7 @@ SUITES = {
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run a suite and keep what it found; 1 when the suite itself failed."""
+    """Run a suite and save its figures. Return 1 if the suite failed."""
     suite = SUITES[options.suite]
     if options.peers and suite.peers is None:
         raise SystemExit(f"error: the suite {options.suite} has no peers; leave --peers out")
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         script = subprocess.Popen(suite.command(options, rest), stdout=answer, stderr=subprocess.PIPE, text=True)
         assert script.stderr is not None
         last = "it said nothing"
-        for line in script.stderr:  # hours may pass: whoever waits sees how far it is
+        for line in script.stderr:  # shows the progress of runs that take hours
             sys.stderr.write(line)
             last = line.strip() or last
         code = script.wait()
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Make the tables and the picture of a run that was kept, again."""
+    """Draw the tables and the chart of a saved run again."""
     kept = json.loads(options.file.read_text())
     options.file.with_suffix(".svg").write_text(picture(kept["tables"]))
     options.file.with_suffix(".md").write_text(page(kept))
@@ -112,7 +112,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def page(kept: dict[str, Any]) -> str:
-    """A run in Markdown: where and with what it was made, then its tables."""
+    """Return a run as Markdown: the machine and versions, then the tables."""
     host, named = kept["machine"], ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     about = ", ".join(f"{name} {value}" for name, value in kept["settings"].items())
     lines = [
@@ -127,7 +127,7 @@ def page(kept: dict[str, Any]) -> str:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What a figure depends on beside the code."""
+    """Describe the machine: everything except the code that a figure depends on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"model name\s*: (.*)", info)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -142,7 +142,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def _file_system(folder: Path) -> str:
-    """Type of the file system that the folder is on: the mount that is nearest above it."""
+    """Return the type of the folder's file system, that of the nearest mount point above it."""
     mounts = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
     above = {str(each) for each in (folder, *folder.parents)}
     found = [line.split() for line in mounts if line.split()[1] in above]
@@ -150,7 +150,7 @@ def _file_system(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, cachetool and what it is made with, as far as that is installed."""
+    """Return the versions of Python, cachetool and the installed libraries."""
     found = {"Python": platform.python_version()}
     for name in ("cachetool", "numpy", "lmdb", "h5py", "zarr", "obstore", "torch", "tensorflow-cpu"):
         try:
@@ -162,7 +162,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; gives its exit code."""
+    """Run one command line and return its exit code."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(required=True)

@@ -1,4 +1,4 @@
-"""Taking out of a measurement how long a halted processor takes to run again."""
+"""Excluding from a measurement the time that a halted processor needs to run again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def awake() -> Iterator[bool]:
-    """Keep idle processors from halting meanwhile, where that can be asked for (Linux, root): gives whether it was.
+    """Keep idle processors from halting inside the ``with`` block. Yield True if the kernel allowed it (Linux, root).
 
-    A thread that is given the GIL was asleep, and so may its processor have been. What it takes to run that again
-    counts neither as running nor, on Linux 6, as waiting for a processor; on a virtual machine, whose host must do it,
-    it is 20 to 40 microseconds. By the file of Linux's power management for this (``PM QoS``), as cyclictest does; what
-    was asked for ends with the process at the latest.
+    A thread that receives the GIL was asleep, so its processor may have halted. The time to wake the processor
+    counts neither as running nor, on Linux 6, as waiting for a processor. On a virtual machine, whose host wakes the
+    processor, it takes 20 to 40 microseconds. The function uses the kernel's power management file (``PM QoS``), as
+    cyclictest does. The request ends with the process at the latest.
     """
     with contextlib.ExitStack() as stack:
         polls = False
         with contextlib.suppress(OSError):
             if Path("/sys/devices/system/cpu/cpu0/cpuidle/state0/name").read_text().strip() == "POLL":
                 file = stack.enter_context(open("/dev/cpu_dma_latency", "r+b", buffering=0))
-                polls = file.write(struct.pack("i", 0)) == 4  # microseconds that waking up may take
+                polls = file.write(struct.pack("i", 0)) == 4  # longest allowed wake-up time in microseconds
         yield polls

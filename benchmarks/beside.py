@@ -1,10 +1,11 @@
-"""The loader beside each peer, a pair at a time: the part of ``feed.py`` that is asked for with ``--peers-dir``.
+"""The loader compared with each peer, one pair at a time: the part of ``feed.py`` behind ``--peers-dir``.
 
-Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
-own; its epochs and ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate is that of
-epochs of 1.5 GB together, with their beginnings but for the first one's, which ends with its first batch, and for
-``SECONDS`` at most. Before ours comes an epoch that does not count, beside the thread where there is one, since our
-feeders go on with the next one while a peer is measured. *times* is ours over the peer's.
+Each peer writes the same samples in its own form. It loads them shuffled, with the same number of workers, in its
+own process. Epochs of the peer and of our loader alternate: alone, beside a counting thread, and beside it at 600
+MB/s. A rate covers epochs of 1.5 GB together, at most ``SECONDS``. It includes the start of each epoch except the
+first, which starts to count after its first batch. An epoch that does not count precedes ours, beside the thread if
+there is one, because our feeders already prepare the next epoch while a peer is measured. *times* is our rate
+divided by the peer's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cachetool.loaders.numpy import Loader
 
 SECONDS = 2.0
 SUSTAINED = 1_500_000_000
-"""Bytes of the epochs that a rate of ours is measured over."""
+"""Bytes of the epochs over which our rate is measured."""
 WAYS: dict[str, dict[str, Any]] = {
     "idle": {"seconds": SECONDS},
     "busy": {"busy": True, "seconds": SECONDS},
@@ -34,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def measure(
     loader: Loader, folder: Path, peers: Path, job: list[int], *, names: list[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for each peer of ``names``. ``job``: samples, bytes of each, samples a batch, workers."""
+    """Return a row for each peer of ``names``. ``job``: samples, bytes per sample, samples per batch, workers."""
     return [_row(loader, folder, peers, job, name=name, rounds=rounds) for name in names]
 
 
@@ -43,7 +44,7 @@ def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str
     found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {way: [] for way in WAYS}
     try:
         with tempfile.TemporaryDirectory(dir=folder) as own, Peer(peers, name, *map(str, job), own) as peer:
-            peer.ask({"epochs": 1, "seconds": SECONDS})  # the first epoch of many differs from the others
+            peer.ask({"epochs": 1, "seconds": SECONDS})  # the first of several epochs differs from the others
             for _ in range(rounds):
                 for way, options in WAYS.items():
                     with Spinner() if options.get("busy") else contextlib.nullcontext():

@@ -1,10 +1,11 @@
-"""How fast a loader's batches come from the disk: the part of ``feed.py`` that is asked for with ``--cold``.
+"""The rate of a loader's batches when the samples come from the disk: the part of ``feed.py`` behind ``--cold``.
 
-About 1 GB a case; before every reading the page cache is dropped (``posix_fadvise(DONTNEED)``) and looked at
-(``mincore``). Every round reads: the samples with bare ``preadv`` in a shuffled order into memory that is used again,
-with 4, 16 and 64 requests in flight; the files in order, 8 MiB at a time; and an epoch of a new loader, whose time
-counts from the moment that ``iter()`` returns, when its feeders have been started. *of preadv* is the share of the
-fastest number of requests in the same round. Samples of 3 KiB are read with ``shuffle="window"`` too.
+Each case has about 1 GB. Before each measurement the page cache is dropped (``posix_fadvise(DONTNEED)``), and
+``mincore`` checks that it is empty. Each round reads three ways. First: the samples by bare ``preadv``, in a
+shuffled order into one reused buffer, with 4, 16 and 64 requests in flight. Second: the files in order, 8 MiB at a
+time. Third: an epoch of a new loader, whose time starts when ``iter()`` returns, after its feeders have started. *of
+preadv* is the loader's rate as a share of the fastest number of requests in the same round. Samples of 3 KiB are
+also read with ``shuffle="window"``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Reads = list[tuple[int, int, int]]
 
 
 def drop(paths: list[Path]) -> None:
-    """Drop the page cache of these files. Raises AssertionError when something maps them."""
+    """Drop these files from the page cache. Raise AssertionError if a process maps one of them."""
     forget(paths)
     arena = open_arena()
     assert arena is not None
@@ -50,7 +51,7 @@ def drop(paths: list[Path]) -> None:
 
 
 def reads_of(cache: CacheDir) -> tuple[list[Path], Reads]:
-    """Where every ``x`` lies: number of the file, offset, size."""
+    """Return the location of every ``x``: file number, offset, size."""
     paths: list[Path] = []
     found: Reads = []
     for shard in cache.shards():
@@ -63,7 +64,7 @@ def reads_of(cache: CacheDir) -> tuple[list[Path], Reads]:
 
 
 def bare(paths: list[Path], reads: Reads, in_flight: int) -> float:
-    """MB/s of ``preadv`` in this order by so many threads."""
+    """Return the MB/s of ``preadv`` calls in this order by ``in_flight`` threads."""
     fds = [os.open(path, os.O_RDONLY) for path in paths]
 
     def read(chosen: Reads) -> int:
@@ -80,7 +81,7 @@ def bare(paths: list[Path], reads: Reads, in_flight: int) -> float:
 
 
 def in_order(paths: list[Path]) -> float:
-    """MB/s of the files one after another."""
+    """Return the MB/s of reading the files one after another."""
     memory = memoryview(bytearray(2**23))
     total, begin = 0, time.perf_counter()
     for path in paths:
@@ -91,7 +92,7 @@ def in_order(paths: list[Path]) -> float:
 
 
 def loaded(cache: CacheDir, case: Case, shuffle: str, workers: int) -> float:
-    """MB/s of one epoch of a new loader."""
+    """Return the MB/s of one epoch of a new loader."""
     with Loader(cache, batch_size=case.batch, shuffle=shuffle, workers=workers, epochs=1) as loader:
         batches = iter(loader)
         begin = time.perf_counter()
@@ -99,7 +100,7 @@ def loaded(cache: CacheDir, case: Case, shuffle: str, workers: int) -> float:
 
 
 def measure(case: Case, name: str, folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]]:
-    """The rows of one case and format: one a shuffle."""
+    """Return the rows of one case and format, one row per shuffle."""
     rng = np.random.default_rng(1)
     seconds: dict[str, list[float]] = {}
     with open_cache(folder / "cache", max_size="20GB") as cache:
@@ -133,12 +134,12 @@ def measure(case: Case, name: str, folder: Path, *, rounds: int, workers: int) -
 
 
 def share(of: list[float], whole: list[float]) -> float:
-    """Median over the rounds."""
+    """Return the median share over the rounds."""
     return round(statistics.median(a / b for a, b in zip(of, whole, strict=True)), 2)
 
 
 def run(folder: Path, cases: list[str], formats: list[str], *, rounds: int, workers: int) -> list[dict[str, Any]]:
-    """The rows of all cases."""
+    """Return the rows of all cases."""
     rows = []
     for title in cases:
         for name in formats:

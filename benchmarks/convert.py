@@ -1,21 +1,21 @@
-"""How fast samples are written in each format and converted from one into another, beside a raw write and the peers.
+"""The speed of writing samples in each format and of converting between formats, beside a raw write and the peers.
 
     python benchmarks/convert.py FOLDER [--rounds 5] [--cases 1MiB,128KiB,3KiB] [--formats lmdb,zarr] [--scale 1.0]
                                         [--pairs all|chain|none|lmdb:zarr,...] [--peers-dir DIR] [--memory] [--json]
 
-Every round writes, in random order: the raw bytes to one file by 8 MiB writes and one fsync, not preallocated; a
-shard of each format (checksums, extents and fsync included); a shard out of one of another format for every pair (read,
-written, both digests, fsync), by the code that ``cachetool convert`` runs; and with ``--peers-dir`` the same samples by
-each peer, followed by an fsync of its files. The table gives medians over the rounds: the rate, its share of the raw
-write in the same round, and how many times the fastest peer it is. A peer that fails is a row with its error.
+Each round runs these jobs in random order. The raw bytes go to one file, in 8 MiB writes with one fsync and without
+preallocation. Each format writes a shard, with checksums, extents and fsync. Each pair of formats converts a shard
+by the code of ``cachetool convert``: read, write, both digests, fsync. With ``--peers-dir`` each peer writes the
+same samples, followed by an fsync of its files. The table gives medians over the rounds: the rate, its share of the
+raw write in the same round, and the ratio to the fastest peer. A peer that fails becomes a row with its error.
 
-Peers live in environments of their own below ``--peers-dir``, which are installed with pip when they are not there
-(about 3 GB; let pip find PyTorch's builds for processors alone to keep it so small).
+Each peer has its own environment below ``--peers-dir``. Pip installs missing ones, about 3 GB in all. They stay that
+small only if pip finds the CPU builds of PyTorch.
 
-``--memory`` instead converts inputs of 512 MiB and 2 GiB, and one of eight huge samples, each pair in a process of its
-own, and gives the most anonymous memory (RssAnon) that it had. Imports alone come to about 60 MiB.
+``--memory`` instead converts inputs of 512 MiB and 2 GiB, and one of eight huge samples. Each pair runs in its own
+process, and the table gives the peak of its anonymous memory (RssAnon). The imports alone take about 60 MiB.
 
-FOLDER must lie on the disk to be measured and have about 4 GB free; what is written there is deleted again.
+FOLDER must lie on the disk to be measured and have about 4 GB free. The benchmark deletes its files there at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PEER_TARGET = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of one size, with the share of the raw write that each format is to reach, and pairs into LMDB."""
+    """Samples of one size, the target share of the raw write for each format, and the pairs that convert to LMDB."""
 
     count: int
     nbytes: int
@@ -64,16 +64,16 @@ class Case:
     into_lmdb: float = PAIR_TARGET
 
     def target(self, into: str) -> float:
-        """Share of the raw write to reach when writing a format."""
+        """Return the target share of the raw write for writing a format."""
         return {"lmdb": self.lmdb, "hdf5": 0.8, "zarr": 0.5, "tfrecord": 0.6}.get(into, 0.5)
 
     def pair_target(self, into: str) -> float:
-        """The same when converting into it."""
+        """Return the target share of the raw write for converting to a format."""
         return self.into_lmdb if into == "lmdb" else PAIR_TARGET
 
     @property
     def schema(self) -> Schema:
-        """A float32 array and a number."""
+        """Return the schema: a float32 array and a number."""
         return Schema((Field("x", "<f4", (self.nbytes // 4,)), Field("y", "<i8")))
 
 
@@ -91,7 +91,7 @@ MEMORY_CASES = {
 
 
 def blocks_of(case: Case, x: np.ndarray) -> list[Block]:
-    """Blocks of about 8 MB, as sources give them."""
+    """Yield blocks of about 8 MB, the size that sources yield."""
     whole = Block(case.schema, {"x": x, "y": np.arange(len(x), dtype=np.int64)})
     step = max(1, BLOCK_BYTES // case.nbytes)
     return [whole.slice(at, min(at + step, len(x))) for at in range(0, len(x), step)]
@@ -116,7 +116,7 @@ def write_shard(name: str, blocks: list[Block], folder: Path) -> None:
 
 
 def convert_shard(source: Path, name: str, into: str, schema: Schema, folder: Path) -> None:
-    """What a worker of ``cachetool convert`` does with a shard in ``source``."""
+    """Convert the shard in ``source`` as a worker of ``cachetool convert`` does."""
     with open_shard(source, get_format(name), schema) as reader:
         nbytes = reader.samples * schema.fixed_nbytes
         files = ShardFiles(folder, get_format(into), schema, samples=reader.samples, nbytes=nbytes)
@@ -126,7 +126,7 @@ def convert_shard(source: Path, name: str, into: str, schema: Schema, folder: Pa
 
 
 def timed(work: Callable[[Path], None], folder: Path) -> float:
-    """Seconds that ``work`` takes to fill a new folder."""
+    """Return the seconds that ``work`` takes to fill a new folder."""
     begin = time.perf_counter()
     work(folder)
     return time.perf_counter() - begin
@@ -134,7 +134,7 @@ def timed(work: Callable[[Path], None], folder: Path) -> float:
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A new folder, deleted again."""
+    """Yield a new folder and delete it afterwards."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:
         yield folder
@@ -143,7 +143,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[str, Any]]:
-    """Rows of one case."""
+    """Return the rows of one case."""
     names, pairs = options.formats.split(","), pairs_of(options)
     x = samples(max(1, int(case.count * options.scale)), case.nbytes)
     blocks = blocks_of(case, x)
@@ -172,7 +172,8 @@ def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[
         seconds: dict[str, list[float]] = {what: [] for what in jobs}
         order = random.Random(0)
         for _ in range(options.rounds):
-            # In another order every round: what a job leaves to the disk must not always meet the same next one.
+            # A new order in each round: a job may leave pending writes to the disk, and the same job must not always
+            # run after it.
             for what in order.sample(list(jobs), len(jobs)):
                 try:
                     with scratch(parent) as folder:
@@ -198,19 +199,19 @@ def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[
 
 
 def pairs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """The conversions to measure."""
+    """Return the pairs of formats to convert."""
     names = options.formats.split(",")
     if options.pairs == "none":
         return []
     if options.pairs == "all":
         return [(a, b) for a in names for b in names]
-    if options.pairs == "chain":  # each format read once and written once
+    if options.pairs == "chain":  # reads and writes each format once
         return list(zip(names, [*names[1:], names[0]], strict=True))
     return [(a, b) for a, _, b in (pair.partition(":") for pair in options.pairs.split(","))]
 
 
 def measure_memory(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[str, Any]]:
-    """Most anonymous memory of a process that converts, a row a pair."""
+    """Return the peak anonymous memory of a converting process, one row per pair."""
     pairs, rows, count = pairs_of(options), [], max(1, int(case.count * options.scale))
     nbytes = count * case.schema.fixed_nbytes
     one = samples(max(1, CHUNK // case.nbytes), case.nbytes)
@@ -230,7 +231,7 @@ def measure_memory(case: Case, options: argparse.Namespace, parent: Path) -> lis
 
 
 def _peak(arguments: list[str]) -> int:
-    """Run this script in a process of its own; the most RssAnon that it was seen with, in bytes."""
+    """Run this script in its own process. Return the highest RssAnon that was observed, in bytes."""
     process, peak = subprocess.Popen([sys.executable, __file__, *arguments]), 0
     while process.poll() is None:
         try:

@@ -1,12 +1,13 @@
-"""How long training waits at the beginning of an epoch while the cache grows and evicts, and for a loader to start.
+"""The wait at the beginning of an epoch while the cache grows and evicts, and the start time of a loader.
 
     python benchmarks/epochs.py FOLDER [--epochs 20] [--workers 2] [--rounds 5] [--busy-disk] [--json]
 
-A ``BackgroundPull`` draws from 2,000 objects of 128 KiB in a folder into a cache whose cap is a fifth of them, and
-evicts; training steps sleep 50 ms after every batch of 8. *boundary* is the wait for the first batch of each epoch but
-the first, *others* that for all other batches. *start* is the time from the making of a loader in a new process to its
-feeders being ready, and to its first batch, without and with PyTorch imported before (imports themselves apart).
-With ``--busy-disk`` another process writes and syncs files of 512 MB in FOLDER all the time meanwhile.
+A ``BackgroundPull`` draws from a folder of 2,000 objects of 128 KiB and evicts, because the cap of the cache is a
+fifth of them. Training steps sleep 50 ms after each batch of 8. *boundary* is the wait for the first batch of each
+epoch except the first epoch, *others* the wait for all other batches. *start* is the time from creating a loader in
+a new process until its feeders are ready, and until its first batch, with and without PyTorch imported before. The
+time of the imports does not count. With ``--busy-disk`` another process writes and syncs files of 512 MB in FOLDER
+during the whole measurement.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ print(json.dumps({{"made": made - begin, "ready": ready - begin, "first": first 
 
 
 def waits(folder: Path, epochs: int, workers: int) -> dict[str, Any]:
-    """What a trainer waited beside a puller, in seconds; and what it saw."""
+    """Return the trainer's waits beside a pull, in seconds, and the samples of its epochs."""
     remote = folder / "remote"
     remote.mkdir()
     rng = np.random.default_rng(0)
     for number in range(OBJECTS):
         np.save(remote / f"{number:05d}.x.npy", rng.random(VALUES, dtype="<f4"))
-    os.sync()  # else the kernel writes these 256 MB back in the middle, and commits of the catalog wait for the disk
+    os.sync()  # otherwise the kernel writes these 256 MB back later, and commits of the catalog wait for the disk
     boundary, others, seen = [], [], []
     options = {"renew": "20%", "shard_size": 2**21, "policy": "oldest"}
     with (
@@ -90,7 +91,7 @@ while True:
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """A disk on which somebody writes all the time."""
+    """Keep the folder's disk busy with another process that writes all the time."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "written")])
     try:
         yield
@@ -100,11 +101,12 @@ def written(folder: Path) -> Iterator[None]:
 
 
 def starts(folder: Path, workers: int, rounds: int, imports: str) -> dict[str, float]:
-    """Medians, in seconds."""
+    """Return medians in seconds."""
     found: list[dict[str, float]] = []
     for _ in range(rounds):
         command = [sys.executable, "-c", START.format(imports=imports), str(folder.resolve() / "cache"), str(workers)]
-        # Elsewhere than in a checkout, whose modules would come first and may have to be compiled at each start.
+        # In a folder outside a checkout: Python would import the checkout's modules first and might compile them at
+        # each start.
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     return {name: statistics.median(each[name] for each in found) for name in found[0]}

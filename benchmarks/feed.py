@@ -1,26 +1,27 @@
-"""How fast a loader's batches reach the training loop, idle and beside a busy trainer, as a share of ``np.take``.
+"""The rate of a loader's batches in the training loop, idle and beside a busy thread, as a share of ``np.take``.
 
     python benchmarks/feed.py FOLDER [--rounds 5] [--formats lmdb,hdf5] [--cases 1MiB,3KiB] [--workers 2] [--scale 1.0]
                                      [--json] [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
-Warm and shuffled, fields ``x`` and ``y``. Of every case a cache in each format is written into FOLDER; then, in five
-passes a round, all of the formats in random order: ``np.take`` of a shuffled order from memory into one reused
-batch and then the loader, first alone (*idle*), then with a pure-Python thread spinning in this process (*busy*). The
-consumer touches one byte of every page of every batch without letting go of the GIL. Shares are medians over pairs of
-the same pass. A rate is that of epochs of 1.5 GB together, the loader's with their beginnings and after one epoch that
-does not count: what was made ready beforehand is used up then. *Of fastest format* is the share of the fastest one in
-the same pass.
+Samples are warm and shuffled, with the fields ``x`` and ``y``. For each case a cache in each format is written into
+FOLDER. A round has five passes, and each pass runs all formats in random order. For each format it first runs
+``np.take`` of a shuffled order from memory into one reused batch, and then the loader. Both run alone (*idle*), then
+beside a pure Python thread that spins in this process (*busy*). The consumer touches one byte of each page of each
+batch while it holds the GIL. Shares are medians over pairs of the same pass. A rate covers epochs of 1.5 GB
+together. The loader's rate includes the starts of its epochs and follows an epoch that does not count and uses up
+the batches prepared before. *Of fastest format* is the share of the fastest format in the same pass.
 
-*blocked* is how much of its time that thread was neither running nor waiting for a processor, from
-``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s for
-a second or more, when no other loader has feeders and this one's have made what they keep ready;
-*by touching alone* is the same with batches that were there before, so the rest of it is the loader's. Both once more
-with processors that do not halt when they are idle (*awake*; empty where that cannot be asked for, as by who is not
-root): what it takes to run a halted one again is in *blocked* too, on the tested virtual machine a quarter to a half.
+*blocked* is the share of time in which the spinning thread neither ran nor waited for a processor, from
+``/proc/thread-self/schedstat``: it waited for the GIL. It is measured twice: at full speed, and with the consumer
+paced at 600 MB/s for a second or more. In the paced case no other loader has feeders, and this loader's feeders have
+filled their slots. *by touching alone* is the same figure for batches that already exist in memory, so only the
+difference is due to the loader. Both figures are measured again with processors that do not halt when they are idle
+(*awake*; empty if the kernel does not allow it, as without root). *blocked* includes the time to wake a halted
+processor, which was a quarter to a half of it on the tested virtual machine.
 
-With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
-FOLDER must have about 3 GB free, and the machine about 5 GB of memory; what is written is deleted again.
+With ``--peers-dir`` each case also runs beside the peers, with the first of the formats (see ``beside.py``). FOLDER
+must have about 3 GB free, and the machine about 5 GB of memory. The benchmark deletes its files at the end.
 """
 
 from __future__ import annotations
@@ -51,15 +52,19 @@ from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
 
 REST = 0.2
-"""Seconds before a paced measurement."""
+"""Seconds of rest before a paced measurement."""
 
 PASSES = 5
-"""In a round: a pair takes half a second, and a shared machine may be half as fast in it as in the next."""
+"""Passes of a round. A pair takes half a second, and a shared machine may be half as fast in one pair as in the
+next.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of one size in some shards; what share of ``np.take`` is wanted, and of its own idle rate when busy."""
+    """Samples of one size in some shards, with two targets: the share of ``np.take``, and of the idle rate when
+    busy.
+    """
 
     samples: int
     nbytes: int
@@ -70,16 +75,16 @@ class Case:
 
     @property
     def epochs(self) -> int:
-        """How many are measured together."""
+        """Return the number of epochs that are measured together."""
         return -(-beside.SUSTAINED // (self.samples * self.nbytes))
 
     @property
     def paced(self) -> int:
-        """How many are, at a paced rate: a second or more of them."""
+        """Return the number of epochs at the paced rate: a second or more of them."""
         return math.ceil(PACE / (self.samples * self.nbytes))
 
     def scaled(self, share: float) -> Case:
-        """With a share of the samples: at least a batch, and one a shard."""
+        """Return the case with ``share`` of its samples, at least one batch and one sample per shard."""
         return replace(self, samples=max(self.batch, self.shards, int(self.samples * share)))
 
 
@@ -92,14 +97,14 @@ CASES = {
 
 
 def make(case: Case) -> Block:
-    """Random float32 arrays ``x`` with a number ``y``."""
+    """Return random float32 arrays ``x`` with a number ``y``."""
     schema = Schema((Field("x", "<f4", (case.nbytes // 4,)), Field("y", "<i8")))
     raw = np.random.default_rng(0).integers(0, 2**63, size=case.samples * case.nbytes // 8, dtype=np.int64)
     return Block(schema, {"x": raw.view("<f4").reshape(case.samples, -1), "y": np.arange(case.samples)})
 
 
 def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Batches taken from memory into one that is used again."""
+    """Yield batches that are copied from memory into one reused batch."""
     out = {f.name: np.empty((size, *f.sizes), dtype=f.numpy) for f in block.schema}
     for at in range(0, len(order) - size + 1, size):
         for name, column in out.items():
@@ -108,13 +113,13 @@ def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]
 
 
 def sustained(loader: Loader, case: Case) -> float:
-    """MB/s of epochs one after another, once what was ready is used up."""
+    """Return the MB/s of consecutive epochs, after the batches prepared before are used up."""
     touched(loader)
     return rate(lambda: sum(touched(loader) for _ in range(case.epochs)))
 
 
 def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int) -> list[dict[str, Any]]:
-    """What a loader over ``block`` in each of the formats comes to: in every pass all of them, each beside np.take."""
+    """Measure a loader over ``block`` in each format. Each pass runs all formats, each beside np.take."""
     rng = np.random.default_rng(1)
     for loader in loaders.values():
         for _ in range(2):  # fills the page tables

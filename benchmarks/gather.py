@@ -1,13 +1,14 @@
-"""How fast shuffled batches are gathered out of the extents of each format, as a share of ``np.take`` from memory.
+"""The speed of gathering shuffled batches from the extents of each format, as a share of ``np.take`` from memory.
 
     python benchmarks/gather.py FOLDER [--rounds 7] [--formats lmdb,hdf5] [--cases 3KiB] [--clock cpu] [--scale 1.0]
                                        [--json]
 
-One thread, warm, maps kept: of every case and format the shards are written into FOLDER once and read once, then every
-round reads them all in a new random order into one reused batch, after the same order was taken from two arrays in
-memory (``np.take(..., mode="clip")``, its fastest way) into another. The table gives medians over the rounds of the
-rate and of its share of ``np.take`` in the same round. ``--clock cpu`` counts processor time, for a busy machine.
-FOLDER must have about 2.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
+One thread reads warm files and keeps its maps. For each case and format the shards are written into FOLDER once and
+read once. Then each round takes a new random order, first from two arrays in memory into a batch by the fastest way
+of NumPy (``np.take(..., mode="clip")``), then from the shards into another reused batch. The table gives medians
+over the rounds of the rate and of its share of ``np.take`` in the same round. ``--clock cpu`` counts processor time,
+for a busy machine. FOLDER must have about 2.2 GB free, and the machine about 3 GB of memory. The benchmark deletes
+its files at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of one size in some shards, and what share of ``np.take`` their gathering is to reach."""
+    """Samples of one size in some shards, and the target share of ``np.take`` for gathering them."""
 
     samples: int
     nbytes: int
@@ -44,7 +45,7 @@ class Case:
     target: float
 
     def scaled(self, share: float) -> Case:
-        """With a share of the samples: at least a batch, and one a shard."""
+        """Return the case with ``share`` of its samples, at least one batch and one sample per shard."""
         return replace(self, samples=max(self.batch, self.shards, int(self.samples * share)))
 
 
@@ -57,7 +58,7 @@ CASES = {
 
 
 def make(case: Case) -> Block:
-    """Random float32 arrays ``x`` with a number ``y``."""
+    """Return random float32 arrays ``x`` with a number ``y``."""
     schema = Schema((Field("x", "<f4", (case.nbytes // 4,)), Field("y", "<i8")))
     raw = np.random.default_rng(0).integers(0, 2**63, size=case.samples * case.nbytes // 8, dtype=np.int64)
     x = raw.view("<f4").reshape(case.samples, -1)
@@ -65,7 +66,7 @@ def make(case: Case) -> Block:
 
 
 def write(folder: Path, name: str, block: Block, shards: int) -> View:
-    """The block as shards of a format."""
+    """Write the block as shards of a format."""
     parts = []
     step = max(1, BLOCK_BYTES // block.schema.fixed_nbytes)
     for number, rows in enumerate(np.array_split(np.arange(len(block)), shards)):
@@ -82,13 +83,13 @@ def write(folder: Path, name: str, block: Block, shards: int) -> View:
 
 
 def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Whole batches of an order."""
+    """Yield the whole batches of an order."""
     for at in range(0, len(order) - size + 1, size):
         yield order[at : at + size]
 
 
 class Taken:
-    """``np.take`` from two arrays."""
+    """Batches that ``np.take`` copies from two arrays."""
 
     def __init__(self, block: Block, size: int) -> None:
         self.block = block
@@ -101,7 +102,7 @@ class Taken:
 
 
 class Gathered:
-    """Batches gathered out of shards."""
+    """Batches that are gathered from shards."""
 
     def __init__(self, view: View, size: int) -> None:
         self.view, self.parts = view, MappedParts()
@@ -116,20 +117,21 @@ class Gathered:
             pass
 
     def check(self, block: Block) -> None:
-        """The last batch read holds the samples that its ``y`` names."""
+        """Check that the last batch holds the samples that its ``y`` names."""
         expected = np.asarray(block.columns["x"])[self.out["y"]]
-        if not np.array_equal(self.out["x"].view(np.uint32), expected.view(np.uint32)):  # the bits: some are NaN
+        # compares bits, because some values are NaN
+        if not np.array_equal(self.out["x"].view(np.uint32), expected.view(np.uint32)):
             raise AssertionError("gathered something else than was written")
 
 
 def measure(case: Case, names: list[str], folder: Path, rounds: int, clock: Callable[[], float]) -> list[dict]:
-    """One row a format."""
+    """Return one row per format."""
     block = make(case)
     taken = Taken(block, case.batch)
     read = {name: Gathered(write(made(folder / name), name, block, case.shards), case.batch) for name in names}
     rng = np.random.default_rng(1)
     seconds: dict[str, list[float]] = {name: [] for name in ("np.take", *names)}
-    for turn in range(rounds + 1):  # the first fills the page tables and is not counted
+    for turn in range(rounds + 1):  # the first round fills the page tables and does not count
         order = rng.permutation(case.samples)
         for name in seconds:
             begin = clock()
@@ -152,7 +154,7 @@ def measure(case: Case, names: list[str], folder: Path, rounds: int, clock: Call
 
 
 def made(folder: Path) -> Path:
-    """The new folder."""
+    """Create the folder and return it."""
     folder.mkdir()
     return folder
 

@@ -1,26 +1,28 @@
-"""How fast a loader's batches reach a GPU, and whether a training step ever waits for one.
+"""The rate of a loader's batches on a GPU, and the waits of training steps for a batch.
 
     python benchmarks/gpu.py FOLDER [--cases 1MiB,128KiB,3KiB] [--formats lmdb] [--workers 2,8] [--rounds 5] [--json]
 
-Needs a CUDA device; warm and shuffled, fields ``x`` and ``y``, the cases of ``feed.py`` with four times the samples.
+The benchmark needs a CUDA device. Samples are warm and shuffled, with the fields ``x`` and ``y``, in the cases of
+``feed.py`` with four times the samples.
 
-*copies*: ``Loader(device="cuda")`` beside two ways to do it by hand, in turns, GB/s and shares as medians over rounds
-of 8 GB. *pinned* is the ceiling: batches that were put into page-locked memory beforehand, copied over and over, three
-on their way. *by hand* takes the batches of a loader, puts each into one of three page-locked buffers and copies it
-from there. *no device* are the loader's batches dropped at once: what the feeders make. The last column is the share of
-the slower of *pinned* and *no device*.
+*copies*: ``Loader(device="cuda")`` and two copies by hand, in turns. Figures are GB/s and shares, medians over
+rounds of 8 GB. *pinned* is the ceiling: batches that lie in page-locked memory already are copied again and again,
+three at a time. *by hand* puts each batch of a loader into one of three page-locked buffers and copies it from
+there. *no device* drops the loader's batches at once: the rate of the feeders. The last column is the share of the
+slower of *pinned* and *no device*.
 
-*steps*: the GPU multiplies matrices for as long after each batch as its bytes last at 2 GB/s, with batches of
-``Loader(device="cuda")`` and, *resident*, with one that is there; the training loop asks for a batch once the step
-before the last one is done, as one that looks at each loss. *idle* is the share of the time in which the GPU computes
-nothing, *longest* the longest such time, *over 0.1 ms* the share of steps before which it is longer than that, *wait*
-how long the training loop is in ``next()``, median and longest, all within an epoch; *between epochs* is the median
-time without computing before the first step of one. The first steps do not count. What was made before is frozen: to
-collect all the objects of ``import torch`` takes Python 80 ms, in which no step is begun, with any batches or none.
+*steps*: after each batch the GPU multiplies matrices for the time that the batch's bytes last at 2 GB/s. The batches
+come from ``Loader(device="cuda")``, or one batch on the GPU is reused (*resident*). The training loop asks for a
+batch when the step before the last one has ended, like a loop that reads each loss. *idle* is the share of time in
+which the GPU computes nothing, *longest* the longest such gap, *over 0.1 ms* the share of steps after a longer gap
+than that. *wait* is the time in ``next()``, median and longest, within an epoch. *between epochs* is the median gap
+before the first step of an epoch. The first steps do not count. All objects that exist before are frozen, because
+Python needs 80 ms to collect the objects of ``import torch``, and no step starts during that time, with or without
+batches.
 
-*starts*: from the making of a loader in a new process that has used CUDA before to its feeders being ready, and to its
-first batch.
-FOLDER must have about 3 GB free, and the machine about 6 GB of memory; what is written is deleted again.
+*starts*: the time from creating a loader in a new process that has used CUDA before until its feeders are ready, and
+until its first batch. FOLDER must have about 3 GB free, and the machine about 6 GB of memory. The benchmark deletes
+its files at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ TIMES = 4
 BYTES = 8e9
 PACE = 2e9
 STEPS, SECONDS, FIRST = 200, 4.0, 20
-"""Steps at least, seconds of them, and how many are left out: when slots are locked and used for the first time."""
+"""Least number of steps, least seconds of steps, and first steps that do not count: they lock the slots' pages."""
 AHEAD = 3
 Batches = Iterable[dict[str, torch.Tensor]]
 
@@ -63,7 +65,7 @@ def nbytes(batch: dict[str, torch.Tensor]) -> int:
 
 
 def copied(batches: Batches) -> int:
-    """Copy page-locked batches, a few on their way; gives the bytes."""
+    """Copy page-locked batches, several at a time. Return the bytes."""
     total, events = 0, deque[torch.cuda.Event]()
     for batch in batches:
         there = {name: column.to("cuda", non_blocking=True) for name, column in batch.items()}
@@ -77,7 +79,7 @@ def copied(batches: Batches) -> int:
 
 
 def staged(batches: Batches) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches put into page-locked buffers, which are used again when their copies are done."""
+    """Yield batches in page-locked buffers. A buffer is reused after its copy has ended."""
     buffers: list[tuple[dict[str, torch.Tensor], torch.cuda.Event]] = []
     for number, batch in enumerate(batches):
         if len(buffers) <= AHEAD:
@@ -155,7 +157,7 @@ class Work:
 
 
 def trained(batches: Iterator[dict[str, torch.Tensor]], work: Work, epoch: int) -> dict[str, float | None]:
-    """``epoch``: batches of one."""
+    """Train one epoch over ``batches``, the batches of epoch ``epoch``."""
     waits, events = [], []
     for _ in range(FIRST + max(STEPS, round(SECONDS / work.seconds))):
         begin = time.perf_counter()
@@ -164,10 +166,10 @@ def trained(batches: Iterator[dict[str, torch.Tensor]], work: Work, epoch: int) 
         events.append(work.run(batch))
         del batch
         if len(events) > 1:
-            events[-2][1].synchronize()  # as whoever looks at the loss of the step before
+            events[-2][1].synchronize()  # like a loop that reads the loss of the step before
     torch.cuda.synchronize()
     gaps = np.array([end.elapsed_time(begin) for (_, end), (begin, _) in itertools.pairwise(events)])[FIRST:]
-    number = np.arange(FIRST + 1, len(events))  # of the step behind each gap
+    number = np.arange(FIRST + 1, len(events))  # the number of the step after each gap
     first = number % epoch == 0
     inside, took = gaps[~first], [begin.elapsed_time(end) for begin, end in events[FIRST:]]
     waited = 1e3 * np.array(waits)[number[~first]]

@@ -1,13 +1,15 @@
-"""A listing of many keys: bytes a key, memory, seconds, and the time to the first draw, beside another checkout.
+"""The listing of many keys: bytes per key, memory, seconds, and the time to the first draw, beside another checkout.
 
     python benchmarks/listing.py FOLDER [--keys 1e6] [--beside CHECKOUT] [--rounds 1]
     python benchmarks/listing.py FOLDER --workers 1,4,16 [--keys 1e5] [--delay 0.1]
 
-The keys are those of ImageNet's folders, with a size and an MD5 as ETag, in a manifest on loopback. Each measurement is
-the whole command ``pull --samples 64`` into a new cache: *first draw* until its end, *CPU s* of all its processes, *MB*
-of the largest one, with the manifest's body. *read*: one unit at random, from a warm file.
+The keys have the names of ImageNet's folders, with a size and an MD5 as ETag, in a manifest on loopback. Each
+measurement runs the whole command ``pull --samples 64`` into a new cache. *first draw* is the time until its end,
+*CPU s* counts all its processes, *MB* is the memory of the largest process, including the manifest's body. *read* is
+the time to read one random unit from a warm file.
 
-``--workers`` measures ``--list-workers`` instead: an S3 server on loopback that waits before each page of a list.
+``--workers`` instead measures ``--list-workers`` against an S3 server on loopback that waits before each page of a
+list.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tests.servers import key_server
 
 HERE = Path(__file__).parents[1]
 CLASS = 1300
-"""Keys of a folder."""
+"""Keys per folder."""
 BODY = bytes(1024)
 
 WORKERS = """
@@ -72,7 +74,7 @@ print((time.perf_counter() - began) / len(order))
 
 
 def keys(count: int) -> Iterator[str]:
-    """Names as ImageNet has them, sorted."""
+    """Return names like those of ImageNet, sorted."""
     numbers = random.Random(0)
     for folder in range(-(-count // CLASS)):
         name = f"n{1_440_764 + 613 * folder:08d}"
@@ -91,7 +93,7 @@ def write_manifest(path: Path, count: int) -> None:
 
 
 class _Server(BaseHTTPRequestHandler):
-    """Serves one manifest, and any other name as an object of as many bytes as the manifest says."""
+    """A server of one manifest. Any other name is an object of the size that the manifest gives."""
 
     protocol_version = "HTTP/1.1"
 
@@ -100,7 +102,7 @@ class _Server(BaseHTTPRequestHandler):
         super().__init__(*args, **more)
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer with the manifest or an object."""
         if not self.path.endswith(".jsonl"):
             line = self._line(self.path.removeprefix("/").encode())
             self._begin(line["size"], line["etag"])
@@ -111,7 +113,7 @@ class _Server(BaseHTTPRequestHandler):
             shutil.copyfileobj(file, self.wfile, 2**20)
 
     def _line(self, key: bytes) -> dict[str, Any]:
-        """The manifest's line of a key, by bisection: the lines are sorted."""
+        """Find a key's line in the manifest by bisection, because the lines are sorted."""
         with open(self._manifest, "rb") as file:
             low, high = 0, os.fstat(file.fileno()).st_size
             while low < high:
@@ -137,12 +139,12 @@ class _Server(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Print no log lines."""
 
 
 @contextlib.contextmanager
 def serving(handler: Any) -> Iterator[str]:
-    """The URL of a server on loopback."""
+    """Yield the URL of a server on loopback."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -154,7 +156,7 @@ def serving(handler: Any) -> Iterator[str]:
 
 
 def measured(checkout: Path, url: str, place: Path, count: int) -> dict[str, Any]:
-    """One row for a checkout."""
+    """Return one row for a checkout."""
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     with tempfile.TemporaryDirectory(dir=place) as folder:
         pull = ["-m", "cachetool", "pull", url, "--samples", "64", "--cache", f"{folder}/cache", "--max-size", "8GB"]
@@ -181,7 +183,7 @@ def measured(checkout: Path, url: str, place: Path, count: int) -> dict[str, Any
 
 
 def by_workers(place: Path, count: int, delay: float, workers: list[int]) -> Iterator[dict[str, Any]]:
-    """A row for each number of threads."""
+    """Return a row for each number of threads."""
     with key_server(list(keys(count)), delay=delay) as (env, server):
         for number in workers:
             before = len(server.requests)
@@ -194,7 +196,7 @@ def by_workers(place: Path, count: int, delay: float, workers: list[int]) -> Ite
 
 
 def main() -> None:
-    """Measure and print a line for each row."""
+    """Measure, and print a line for each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--keys", type=float)

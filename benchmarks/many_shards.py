@@ -1,13 +1,14 @@
-"""How a loader bears many shards: first batch, first wait of the second epoch and samples/s, in a cache and a folder.
+"""A loader over many shards: first batch, first wait of the second epoch and samples/s, in a cache and in a folder.
 
     python benchmarks/many_shards.py FOLDER [--shards 1000,10000,50000,100000] [--rounds 3] [--json]
 
-Shards of 16 samples (an image of 3 x 16 x 16 bytes and a number), LMDB; about 30 KB each with what lies beside. They
-are made once, in FOLDER, without waiting for the disk, and every cache and folder of fewer consists of links to them.
-Each figure is of a process of its own, in rounds one after another; medians. Before the second epoch a shard is
-committed to the cache; *samples/s* is of whole epochs after that one, for two seconds at least.
+A shard has 16 samples (an image of 3 x 16 x 16 bytes and a number) in LMDB, about 30 KB with its metadata. The
+largest number of shards is written once, in FOLDER, without fsync. Caches and folders of fewer shards consist of
+links to them. Each figure comes from its own process, in rounds one after another, and is a median. A shard is
+committed to the cache before the second epoch. *samples/s* covers whole epochs after the second one, for two seconds
+at least.
 
-*feeder MB* is the memory of one feeder that no other process has a part in.
+*feeder MB* is the private memory of one feeder.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def block_of(number: int) -> Block:
 
 
 def make(pool: Path, start: int, stop: int, name: str = "lmdb") -> list[dict[str, Any]]:
-    """Write shards ``start`` to ``stop`` below ``pool``, each as a cache has them; gives their rows."""
+    """Write shards ``start`` to ``stop`` below ``pool``, in the layout of a cache. Return their catalog rows."""
     os.fsync = lambda fd: None
     kind, rows = get_format(name), []
     for number in range(start, stop):
@@ -120,7 +121,7 @@ def make(pool: Path, start: int, stop: int, name: str = "lmdb") -> list[dict[str
 
 
 def pool_of(folder: Path, shards: int, name: str = "lmdb") -> list[dict[str, Any]]:
-    """So many shards in ``folder/pool``, made if they are not there; their rows."""
+    """Create missing shards in ``folder/pool`` until there are ``shards`` of them. Return their catalog rows."""
     listing = folder / f"rows-{name}.json"
     if listing.exists() and len(rows := json.loads(listing.read_bytes())) >= shards:
         return list(rows[:shards])
@@ -137,7 +138,7 @@ def pool_of(folder: Path, shards: int, name: str = "lmdb") -> list[dict[str, Any
 
 
 def link(pool: Path, row: dict[str, Any], target: Path) -> None:
-    """The files of a shard once more, in another folder."""
+    """Link the files of a shard into another folder."""
     for path in sorted((pool / row["id"]).rglob("*")):
         to = target / row["id"] / path.relative_to(pool / row["id"])
         if path.is_dir():
@@ -148,7 +149,7 @@ def link(pool: Path, row: dict[str, Any], target: Path) -> None:
 
 
 def cache_of(pool: Path, rows: list[dict[str, Any]], root: Path) -> None:
-    """A cache of these shards."""
+    """Create a cache of these shards."""
     with open_cache(root, max_size="100TB") as cache:
         cache.declare("default", SCHEMA)
         cache.recover()
@@ -158,7 +159,7 @@ def cache_of(pool: Path, rows: list[dict[str, Any]], root: Path) -> None:
 
 
 def enter(cache: CacheDir, rows: list[dict[str, Any]]) -> None:
-    """The rows of shards, in one transaction."""
+    """Insert the rows of shards in one transaction."""
     pages = FIRST_PAGES
     while pages * 4096 < 1000 * int(rows[-1]["seq"]):
         pages *= 2
@@ -177,7 +178,7 @@ def enter(cache: CacheDir, rows: list[dict[str, Any]]) -> None:
 
 
 def folder_of(pool: Path, rows: list[dict[str, Any]], out: Path) -> None:
-    """The same shards as ``cachetool convert --out`` leaves them."""
+    """Create a folder of these shards as ``cachetool convert --out`` leaves it."""
     (out / ".extents").mkdir(parents=True)
     parts = []
     for number, row in enumerate(rows):
@@ -198,7 +199,7 @@ def folder_of(pool: Path, rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def grow_by_one(root: Path, pool: Path) -> None:
-    """Commit one shard more."""
+    """Commit one more shard."""
     with open_cache(root) as cache:
         number = len(cache.shards("default"))
         with contextlib.suppress(FileNotFoundError):
@@ -210,7 +211,7 @@ def grow_by_one(root: Path, pool: Path) -> None:
 
 
 def made(folder: Path, where: str, shards: int, name: str = "lmdb") -> Path:
-    """A cache or a folder of so many shards, made if it is not there."""
+    """Create a cache or folder of ``shards`` shards if it does not exist."""
     rows, root = pool_of(folder, shards, name), folder / f"{where}-{name}-{shards}"
     if not root.exists():
         aside = root.with_name(f"{root.name}.partial")
@@ -221,7 +222,7 @@ def made(folder: Path, where: str, shards: int, name: str = "lmdb") -> Path:
 
 
 def train(root: Path, *, workers: int = 2, grow: Path | None = None, code: Path | None = None) -> dict[str, float]:
-    """Three epochs in a process of its own; ``code``: a checkout whose cachetool is used."""
+    """Train three epochs in a new process. ``code``: a checkout whose cachetool is imported."""
     here = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": f"{code or here}{os.pathsep}{here}"}
     command = [sys.executable, "-c", TRAIN, str(root), str(workers), str(grow or "")]

@@ -1,13 +1,13 @@
-"""What it costs to pull over the nodes of a Ray cluster instead of here: the same job, the same cores.
+"""The cost of a pull over the nodes of a Ray cluster, compared with a local pull of the same job on the same cores.
 
     python benchmarks/nodes.py FOLDER [--rounds 3] [--objects 600000] [--nodes 2] [--json]
 
-Every round runs two whole commands, in random order, into empty folders: ``pull --all --workers N`` here, and ``pull
---all --workers 1 --on ray`` over N nodes, which are all this machine. The cluster runs before and stays; joining it is
-part of the command. Objects are names of one file of 3 KiB each: as many small samples as make the most of claims,
-messages and commits. Beside the seconds there is the most that lay in Ray's object store, looked at 5 times a second.
+Each round runs two whole commands, in random order, into empty folders: ``pull --all --workers N`` on this machine,
+and ``pull --all --workers 1 --on ray`` over N nodes, which also run on this machine. The cluster runs before and
+after; joining it is part of the command. Objects are names of one file of 3 KiB: many small samples cause the most
+claims, messages and commits. The table gives seconds and the peak of Ray's object store, sampled 5 times a second.
 
-FOLDER must have about 5 GB free; what is written there is deleted again.
+FOLDER must have about 5 GB free. The benchmark deletes its files there at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def make(folder: Path, count: int) -> None:
-    """``count`` names of the same file; a file takes some ten thousand names."""
+    """Create ``count`` hard links; a new file begins after some ten thousand links."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for first in range(0, count, 10_000):
@@ -45,10 +45,10 @@ def make(folder: Path, count: int) -> None:
 
 @contextlib.contextmanager
 def cluster(nodes: int) -> Iterator[str]:
-    """So many nodes on this machine; gives the address."""
+    """Start ``nodes`` nodes on this machine and yield the cluster's address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: less of a machine that others use too
+    os.environ.setdefault("RAY_worker_niceness", "0")  # default 15: with it, workers get less of a shared machine
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     from ray.cluster_utils import Cluster
 
@@ -64,7 +64,7 @@ def cluster(nodes: int) -> Iterator[str]:
 
 
 class Store:
-    """The most that lay in the object stores of a cluster, in bytes."""
+    """The peak of a cluster's object stores, in bytes."""
 
     def __init__(self, address: str) -> None:
         import ray

@@ -1,4 +1,4 @@
-"""A picture of tables: one bar a row, as a file of SVG that shows light and dark as the reader's system is."""
+"""A bar chart of tables as an SVG file, with one bar per row. It follows the reader's light or dark setting."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ svg { background: #ffffff; font: 12px system-ui, sans-serif; } text { fill: #1c2
 }
 """
 _FIRST = ("MB/s", "ms", "mean wait, ms")
-"""What is drawn of a table that has it; else its last column of numbers."""
+"""The columns to draw, by preference. A table without them shows its last column of numbers."""
 
 
 def picture(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """All tables below each other."""
+    """Draw all tables below each other."""
     drawn = [element("text", "strong: cachetool; pale: what it is measured beside", x=10, y=20, class_="quiet")]
     top = 30
     for title, rows in tables.items():
@@ -41,7 +41,7 @@ def picture(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def drawn_column(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the column to draw; empty when there are no numbers."""
+    """Return the name of the column to draw, or "" if there are no numbers."""
     numbers = [name for row in rows for name, value in row.items() if _number(value) and "target" not in name]
     return next((name for name in _FIRST if name in numbers), numbers[-1] if numbers else "")
 
@@ -66,7 +66,7 @@ def _short(words: str, most: int) -> str:
 
 
 def _ours(row: Mapping[str, Any]) -> bool:
-    """Whether a row is about cachetool, and not what it is measured beside, which has no target."""
+    """Return True if a row is about cachetool. Rows of other tools have no target."""
     named = {"peer", "tool"} & row.keys()
     if named:
         return any(str(row[name]).startswith("cachetool") for name in named)

@@ -1,13 +1,14 @@
-"""How long training waits for batches that producers make while it computes, beside other ways to hand them over.
+"""The wait of training for batches that producers compute meanwhile, compared with other ways to transfer batches.
 
     python benchmarks/producer.py [--rounds 3] [--steps 50] [--peers-dir DIR] [--ways cachetool,DataLoader] [--json]
 
-A batch is float32 (4, 1000000, 3), 48 MB: 0.05 s of waiting as for a disk or a network, then random numbers (about
-0.04 s of a processor). A training step sleeps 0.1 s. Two producers everywhere: cachetool's feeders run it as a
-``transform`` over a cache that holds the seeds; an inline generator; two processes and a ``multiprocessing.Queue``; a
-DataLoader with two workers; Ray's tasks and object store, in an environment of its own below ``--peers-dir``, installed
-with pip when it is not there. Every way in a process of its own, in turn, each round; medians over the rounds of the
-mean wait after the first 5 steps, and the first wait apart, which has the start of the producers in it.
+A batch is float32 (4, 1000000, 3), 48 MB. Its producer sleeps 0.05 s, as for a disk or a network, and then computes
+random numbers (about 0.04 s of a processor). A training step sleeps 0.1 s. Each way has two producers. cachetool's
+feeders run the producer as a ``transform`` over a cache of seeds. The other ways are an inline generator, two
+processes with a ``multiprocessing.Queue``, a DataLoader with two workers, and Ray's tasks and object store. Ray has
+its own environment below ``--peers-dir``, which pip installs if it does not exist. In each round each way runs in
+its own process. The table gives medians over the rounds of the mean wait after the first 5 steps. The first wait is
+a separate column, because it includes the start of the producers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RAY = "Ray object store"
 
 
 def cachetool_way(steps: int) -> dict[str, Any]:
-    """Seeds in a cache, batches made of them by a function in the feeders."""
+    """Store seeds in a cache. A function in the feeders computes the batches."""
     from cachetool.bench.samples import fill
     from cachetool.cache import open_cache
     from cachetool.core.block import Block
@@ -54,7 +55,7 @@ def cachetool_way(steps: int) -> dict[str, Any]:
 
 
 def inline_way(steps: int) -> dict[str, Any]:
-    """Made where it is needed."""
+    """Compute each batch in the training loop."""
     return trained(lambda: map(produced, range(steps)), steps)
 
 
@@ -64,7 +65,7 @@ def _put(queue: Any, seeds: range) -> None:
 
 
 def queue_way(steps: int) -> dict[str, Any]:
-    """Two processes and a queue of four batches."""
+    """Use two processes and a queue of four batches."""
 
     def start() -> Iterator[np.ndarray]:
         queue: Any = multiprocessing.Queue(maxsize=4)
@@ -95,7 +96,7 @@ class _Produced:
 
 
 def dataloader_way(steps: int) -> dict[str, Any]:
-    """PyTorch's DataLoader, two workers."""
+    """Use PyTorch's DataLoader with two workers."""
     from torch.utils.data import DataLoader
 
     loader: Any = DataLoader(_Produced(steps), batch_size=None, num_workers=2)  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ WAYS = {
 
 
 def measured(way: str, steps: int, peers: Path | None) -> dict[str, Any]:
-    """What one way comes to, in a process of its own."""
+    """Measure one way in its own process."""
     if way == RAY:
         assert peers is not None
         command = [environment(peers, *PRODUCERS[RAY]), HERE / "ray_producer.py", str(steps)]

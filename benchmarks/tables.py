@@ -1,7 +1,7 @@
-"""What benchmarks print: tables of rows in Markdown, or everything as one JSON document, which is what
-``python -m benchmarks`` keeps.
+"""The output of benchmarks: tables in Markdown, or all figures as one JSON document, which ``python -m benchmarks``
+saves.
 
-A row is a dict; rows of one table may have different columns, as a peer that failed has only ``error``.
+A row is a dict. Rows of one table may have different columns: a peer that failed has only ``error``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """A Markdown table of rows, whatever they have."""
+    """Return a Markdown table with the columns of all rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---"] * len(names)] + [[_cell(row.get(name)) for name in names] for row in rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def finish(tables: Mapping[str, Rows], *, as_json: bool, **settings: Any) -> None:
-    """Print what was found: ``tables`` by their titles, and with ``as_json`` the settings they were made with."""
+    """Print ``tables`` under their titles, or with ``as_json`` one document that also has the settings."""
     if as_json:
         print(json.dumps({"settings": settings, "tables": tables}, indent=1))
         return
@@ -31,5 +31,5 @@ def finish(tables: Mapping[str, Rows], *, as_json: bool, **settings: Any) -> Non
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    # Nothing that a peer says may end a cell or a line.
+    # The text of a peer must not end a cell or a line.
     return " ".join(str(value).replace("|", "\\|").split())

@@ -1,18 +1,20 @@
-"""``make_dataset`` beside the ``tf.data`` pipelines that one would write by hand, as a share of the best of them.
+"""``make_dataset`` compared with ``tf.data`` pipelines written by hand, as a share of the best of them.
 
     python benchmarks/tfdata.py FOLDER [--rounds 5] [--cases 1MiB,3KiB] [--split] [--json]
 
-Warm and shuffled, fields ``x`` and ``y``, the cases of ``feed.py``. An epoch reads the samples as many times over as it
-takes to last five seconds, since nobody trains on shorter ones: out of more shards, links to the first ones. A cache of
-TFRecord shards is written into FOLDER, and the same samples by ``tf.io.TFRecordWriter`` for the pipelines by hand:
-``TFRecordDataset``, one file after another, two at once, as many as TensorFlow likes, or interleaved; buffered or not;
-a batch parsed at once or record by record; TensorFlow's prefetch or two batches; with its autotuning or without. Each
-of these runs for a second after one that does not count; the three that were the fastest and ``make_dataset`` then
-alternate, an epoch a round. *share* is its median over the best of theirs. Every case in a process of its own: batches
-of one size leave the C library's memory in a state in which those of another are up to half as fast, whoever reads
-them.
-``--split`` measures ``split="train"`` with 5 % held out too: bytes of the samples delivered.
-FOLDER must have about 1.7 GB free, and the machine about 3 GB of memory; what is written is deleted again.
+Samples are warm and shuffled, with the fields ``x`` and ``y``, in the cases of ``feed.py``. An epoch repeats the
+samples until it lasts five seconds, because real epochs are not shorter; the additional shards are links to the
+first ones. FOLDER receives a cache of TFRecord shards, and the same samples by ``tf.io.TFRecordWriter`` for the
+pipelines by hand. These pipelines use ``TFRecordDataset`` in all combinations: one file after another, two files at
+once, as many as TensorFlow chooses, or interleaved; buffered or not; parsed per batch or per record; prefetch by
+TensorFlow or of two batches; with or without autotuning. Each pipeline first runs for one second, after a second
+that does not count. Then the three fastest pipelines and ``make_dataset`` alternate, one epoch per round. *share* is
+the median of ``make_dataset`` divided by the best of theirs.
+
+Each case runs in its own process: batches of one size leave the C library's memory in a state that makes batches of
+another size up to half as fast, for any reader. ``--split`` also measures ``split="train"`` with 5 % held out; it
+counts the bytes of delivered samples. FOLDER must have about 1.7 GB free, and the machine about 3 GB of memory. The
+benchmark deletes its files at the end.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ PREFETCHES = {"prefetch AUTOTUNE": AUTO, "prefetch 2": 2}
 TUNES = {"tuned": True, "untuned": False}
 BEST = 3
 EPOCH = 5.0
-"""Seconds that an epoch lasts at least."""
+"""Least seconds of an epoch."""
 
 
 def write(folder: Path, block: Block, shards: int) -> list[str]:
-    """The samples as TensorFlow writes them."""
+    """Write the samples with TensorFlow's writer."""
     files = []
     for number, rows in enumerate(np.array_split(np.arange(len(block)), shards)):
         files.append(str(folder / f"{number}.tfrecord"))
@@ -71,7 +73,7 @@ def write(folder: Path, block: Block, shards: int) -> list[str]:
 
 
 def pipeline(files: list[str], case: Case, buffer: int, *, setting: tuple[str, ...]) -> tf.data.Dataset:
-    """One by hand."""
+    """Build one pipeline by hand."""
     reads, size, parse, prefetch = READS[setting[0]], BUFFERS[setting[1]], setting[2], PREFETCHES[setting[3]]
     spec = {"x": tf.io.FixedLenFeature([], tf.string), "y": tf.io.FixedLenFeature([], tf.int64)}
 
@@ -105,20 +107,20 @@ def arrays(data: tf.data.Dataset) -> Iterator[dict[str, Any]]:
 
 
 def repeated(cache: CacheDir, block: Block, case: Case, times: int) -> None:
-    """Fill the cache with the samples so many times, on the disk once."""
+    """Fill the cache with ``times`` copies of the samples. Their bytes lie on the disk once."""
     before = len(cache.shards())
     for _ in range(times):
         fill(cache, "tfrecord", block, case.shards)
         shards = cache.shards()
         for first, again in zip(shards[: case.shards], shards[before:], strict=True):
-            path = again.data  # the name of a file that is there
+            path = again.data  # the file name of the existing shard
             path.unlink()
             os.link(first.data, path)
         before = len(shards)
 
 
 def keyed(block: Block) -> Block:
-    """The same samples with a ``__key__``."""
+    """Return the same samples with a ``__key__``."""
     keys = [f"{number:08d}".encode() for number in range(len(block))]
     column = Ragged(np.frombuffer(b"".join(keys), np.uint8), np.arange(len(keys) + 1, dtype=np.int64) * 8)
     return Block(Schema((*block.schema, Field(KEY, "str"))), {**block.columns, KEY: column})
@@ -159,7 +161,7 @@ def measured(title: str, folder: Path, *, rounds: int, split: bool) -> dict[str,
     best = sorted(settings, key=lambda setting: -first[setting])[:BEST]
     rivals = {", ".join(setting): pipeline(files, case, buffer, setting=setting) for setting in best}
     found: dict[str, list[float]] = {name: [] for name in (*ours, *rivals)}
-    for turn in range(rounds + 1):  # the first is not counted
+    for turn in range(rounds + 1):  # the first round does not count
         for name, data in (ours | rivals).items():
             reached = rate(lambda data=data: touched(arrays(data)))
             if turn:

@@ -1,10 +1,10 @@
-"""Processor time that a request of a web server's objects takes, beside that of another checkout.
+"""CPU time per request for a web server's objects, compared with another checkout.
 
     python benchmarks/web.py FOLDER [--beside CHECKOUT] [--rounds 5] [--threads 8]
 
-Objects of 64 KiB over TLS and of 16 MiB without it, from ``rclone serve http`` on loopback. Each round measures each
-checkout once, in a process of its own, in random order; the table gives medians, and the ratio to the other checkout.
-Time of a processor says more than seconds where the server and others share the machine.
+``rclone serve http`` on loopback serves objects of 64 KiB over TLS and of 16 MiB without TLS. Each round measures
+each checkout once, in its own process, in random order. The table gives medians and the ratio to the other checkout.
+CPU time is more reliable than wall time, because the server and other processes share the machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ with ThreadPoolExecutor(threads) as pool:
 
 @contextlib.contextmanager
 def served(folder: Path, *, tls: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """The URL of a server of ``folder``, and the environment that trusts it."""
+    """Yield the URL of a server of ``folder``, and the environment that trusts its certificate."""
     with tempfile.TemporaryDirectory() as keys:
         authority, server = certificates(Path(keys))
         with rclone_http(folder, certificate=server if tls else None) as url:

@@ -1,11 +1,11 @@
-"""Train with Accelerate on a cache that grows, stop in the middle of an epoch, and resume.
+"""Train with Accelerate on a growing cache, stop in the middle of an epoch, and resume.
 
     python examples/accelerate_growing_cache.py [FOLDER]
     torchrun --nproc-per-node 2 examples/accelerate_growing_cache.py FOLDER              (or accelerate launch)
 
-The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background; a fifth of the
-samples is held out. Every epoch reads the samples that are in the cache when it begins, and no sample goes to two
-processes. ``accelerator.save_state()`` saves the loader's state.
+The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background. A fifth of the
+samples is held out for validation. Each epoch reads the samples that are in the cache when the epoch begins, and no two
+processes read the same sample. ``accelerator.save_state()`` also saves the loader's state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPOCHS = 4
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -37,7 +37,7 @@ def write_digits(folder: Path) -> None:
 
 
 def accuracy(accelerator: Accelerator, model: torch.nn.Module, held_out: Loader) -> tuple[int, float]:
-    """How many samples are held out now, and the share of them that the model has right."""
+    """Return the number of held-out samples and the model's accuracy on them."""
     counts = torch.zeros(2, device=accelerator.device)
     with torch.no_grad():
         for batch in held_out:
@@ -48,7 +48,7 @@ def accuracy(accelerator: Accelerator, model: torch.nn.Module, held_out: Loader)
 
 
 def train(folder: Path, stop: int | None = None) -> None:
-    """One job: from its checkpoint, or from the beginning. ``stop`` ends it after so many steps of its second epoch."""
+    """Run one job, from its checkpoint or from the beginning. The job ends after ``stop`` steps of its second epoch."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
@@ -69,7 +69,7 @@ def train(folder: Path, stop: int | None = None) -> None:
                 optimizer.zero_grad()
                 accelerator.backward(loss)
                 optimizer.step()
-                if epoch == 1 and step == stop:  # as the end of a job's time does
+                if epoch == 1 and step == stop:  # as when the job's time is over
                     accelerator.save_state(str(folder / "checkpoint"))
                     accelerator.wait_for_everyone()
                     accelerator.print(f"stopped in epoch {epoch} after {step} of {len(loader)} steps")
@@ -79,7 +79,7 @@ def train(folder: Path, stop: int | None = None) -> None:
 
 
 def main(folder: Path) -> None:
-    """Two jobs; the first is stopped in the middle of its second epoch."""
+    """Run two jobs. The first stops in the middle of its second epoch, the second resumes it."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     pulls = accelerator.is_local_main_process
     if pulls:

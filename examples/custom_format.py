@@ -1,4 +1,4 @@
-"""A fifth format, in one file of a package of its own: a shard is a folder of ``.npy`` files that NumPy opens alone.
+"""A fifth format, in one file of its own package. A shard is a folder of ``.npy`` files that NumPy can open directly.
 
 ::
 
@@ -8,7 +8,7 @@
       mask.npy, mask.offsets.npy, mask.shapes.npy             the same, in the shape shapes[i]
       cachetool.json                   schema and number of samples; written last
 
-Put it into a package beside a ``pyproject.toml`` with these lines and install that; nothing else is needed::
+Put the file into a package with these lines in its ``pyproject.toml``, and install the package::
 
     [project]
     name = "cachetool-npydir"
@@ -18,14 +18,14 @@ Put it into a package beside a ``pyproject.toml`` with these lines and install t
     [project.entry-points."cachetool.formats"]
     npydir = "custom_format:NpyFolder"
 
-From then on ``cachetool pull --to npydir``, ``cachetool convert --to npydir`` and back, the loaders, ``verify`` and the
-cap know it, and ``pytest tests/contracts/test_formats.py -k npydir`` in a clone of cachetool says whether it keeps all
-that the four others promise.
+After that ``cachetool pull --to npydir``, ``cachetool convert --to npydir``, the loaders, ``verify`` and the cap
+work with the format. ``pytest tests/contracts/test_formats.py -k npydir`` in a clone of cachetool tests the format
+as it tests the four others.
 
-What a format must do stands in ``cachetool/formats/base.py``. This one builds on the bases that HDF5 and Zarr share:
-they turn blocks of samples into the rows of plain arrays and back, and keep checksums and extents; where an array lies
-is all that is said here. A shard waits in memory until it is whole, while its bytes on the disk are held by a file of
-the same size: so nothing must be known but the most that may come, and the disk cannot be full at the end.
+``cachetool/formats/base.py`` says what a format must do. This format uses the base classes that HDF5 and Zarr share.
+The base classes turn blocks of samples into rows of plain arrays and back, and keep checksums and extents. This
+module only says in which file each array lies. A shard stays in memory until all its samples have arrived. Meanwhile
+a file of the same size reserves the bytes on the disk, so the last write cannot run out of space.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ __all__ = ["NpyFolder"]
 
 ABOUT = "cachetool.json"
 HELD = "held"
-"""Takes the room of the shard while that is in memory."""
+"""A file that reserves the shard's bytes on the disk while the shard is in memory."""
 NPY_HEADER = 4096
-"""More bytes than the header of any ``.npy`` file here takes."""
+"""Upper bound of the header of a ``.npy`` file, in bytes."""
 
 
 class NpyFolder:
-    """The format ``npydir``. One object serves all threads and processes, so it keeps nothing."""
+    """The format ``npydir``. All threads and processes share one object, so the object has no state."""
 
     name = "npydir"
     suffix = ".npydir"
     compressions: tuple[str, ...] = ()
 
     def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-        """Most bytes on disk at any moment: each file in whole blocks, the folder, and what says what is in it."""
+        """Return the upper bound of the bytes on disk: all files in whole blocks, and the folder."""
         files = len(array_plans(schema)) + 2
         data = allocated_bound(_total(schema, samples, nbytes) + 256 * files, disk_block)
         return data + files * allocated_bound(0, disk_block) + disk_block
@@ -89,21 +89,21 @@ class NpyFolder:
         return _Writer(path, schema, samples=samples, nbytes=nbytes)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
-        """Read a shard; its folder says what is in it."""
+        """Open a shard. Its ``cachetool.json`` has the schema and the number of samples."""
         with corrupt_errors(str(path)):
             about = json.loads((path / ABOUT).read_bytes())
         return _Reader(path, *parse_header(about, path=path, schema=schema))
 
 
 def _total(schema: Schema, samples: int, nbytes: int) -> int:
-    """Most bytes of all files together."""
+    """Return the upper bound of the bytes of all files."""
     plans = array_plans(schema)
     index = sum(plan.rows(samples) * plan.row_nbytes for plan in plans if plan.role != "values")
     return nbytes + index + NPY_HEADER * len(plans) + len(json.dumps(header(schema, samples)))
 
 
 def _file(plan: ArrayPlan) -> str:
-    """A field may lie in a group, ``a/b``; a comma stands in no name."""
+    """Return the file name of an array. A comma, which no field name has, replaces the slash of ``a/b``."""
     return plan.name.replace("/", ",") + ".npy"
 
 
@@ -125,7 +125,7 @@ class _Writer(ColumnarWriter):
         self._rows.add(plan.name, rows)
 
     def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
-        """Write every array, then what says that they are whole. Gives where the values of each begin."""
+        """Write every array, then ``cachetool.json``. Return the file and offset at which each field's values begin."""
         self._abort()
         (self.path / HELD).unlink()
         places: dict[str, Place] = {}
@@ -151,7 +151,7 @@ class _Writer(ColumnarWriter):
 
 
 class _Reader(ColumnarReader):
-    """Reads by ``pread``, not by a memory map: a file that is cut short meanwhile must not kill the process."""
+    """A reader that uses ``pread``: with a memory map, a file that is cut short would kill the process with SIGBUS."""
 
     gap_bytes = 4096
 
@@ -190,4 +190,4 @@ class _Reader(ColumnarReader):
         return rows
 
     def close(self) -> None:
-        """Nothing stays open between two calls."""
+        """Do nothing: no file stays open between two calls."""

@@ -1,11 +1,11 @@
-"""A further kind of file that ``pull`` and ``convert`` read, in one file of a package of its own: raw rows.
+"""Another kind of file for ``pull`` and ``convert``, in one file of its own package: raw rows of float32.
 
 ::
 
     scans.rawrows   b"RAWROWS1" | u32 rank | u32 side ...    little-endian, up to five sides
                     float32 values, one row after another    each row is a sample
 
-Put it into a package beside a ``pyproject.toml`` with these lines and install that; nothing else is needed::
+Put the file into a package with these lines in its ``pyproject.toml``, and install the package::
 
     [project]
     name = "cachetool-rawrows"
@@ -15,15 +15,15 @@ Put it into a package beside a ``pyproject.toml`` with these lines and install t
     [project.entry-points."cachetool.sources"]
     rawrows = "custom_kind:KIND"
 
-From then on ``cachetool pull s3://bucket/scans.rawrows`` and ``cachetool convert scans.rawrows --to hdf5 --out DIR``
-read such files from everywhere, by ranges, and ``pytest tests/contracts/test_kinds.py -k rawrows`` in a clone of
-cachetool says whether the kind keeps all that the others promise.
+After that ``cachetool pull s3://bucket/scans.rawrows`` and ``cachetool convert scans.rawrows --to hdf5 --out DIR`` read
+such files from every store, by byte ranges. ``pytest tests/contracts/test_kinds.py -k rawrows`` in a clone of cachetool
+tests the kind as it tests the others.
 
-What a kind is stands in ``cachetool/sources/kinds.py``, what its function is given in
-``cachetool/sources/byte_source.py``: a ``SourceFile``, whose bytes come from a disk or from a server. It gives back
-columns. Where the rows of a column lie one after another, as here, their place is all that is asked for: they are
-fetched by it, many at a time. With ``guarded=True``, the default, a process of its own reads the file, with limits on
-memory and time: for libraries that a damaged file may kill.
+``cachetool/sources/kinds.py`` says what a kind is. Its function takes a ``SourceFile``
+(``cachetool/sources/byte_source.py``), whose bytes come from a disk or a server, and returns columns. Here the rows
+of a column are contiguous, so the column only has to name their offset: cachetool then fetches many rows with one
+request. With ``guarded=True``, the default, a separate process with limits on memory and time reads the file. Use it
+for libraries that a damaged file may crash.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ MOST_SIDES = 5
 
 
 def write(path: str, rows: np.ndarray) -> None:
-    """Write ``rows``, (n, ...), as such a file."""
+    """Write ``rows``, an array of shape (n, ...), as a file of this kind."""
     with open(path, "wb") as file:
         file.write(MAGIC + struct.pack(f"<{rows.ndim}I", rows.ndim - 1, *rows.shape[1:]))
         file.write(np.ascontiguousarray(rows, dtype="<f4").tobytes())
 
 
 def open_rows(file: SourceFile, options: SourceOptions) -> ColumnFile:
-    """The rows of one file. Raises BadObject naming it when it does not hold whole rows."""
+    """Return the rows of one file. Raise BadObject, which names the file, if the file does not hold whole rows."""
     head = bytes(file.ranges.part(file.number, 0, len(MAGIC) + 4 + 4 * MOST_SIDES))
     rank = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 4], "little")
     start = len(MAGIC) + 4 + 4 * rank

@@ -1,9 +1,10 @@
-"""A source of somebody's own, as one file of a package: a database, an instrument, a service with an API.
+"""A source of your own, in one file of its own package: a database, an instrument, a service with an API.
 
-Whatever can name its objects and give their bytes becomes a source by a file system of fsspec: three methods. This one
-is the handwritten digits of scikit-learn, ``digits://train/0007.image.npy`` and ``0007.json``, made when asked for.
+A file system for fsspec with three methods is enough: the methods list objects and return their bytes. This example
+serves the handwritten digits of scikit-learn as ``digits://train/0007.image.npy`` and ``0007.json``. It generates each
+object on request.
 
-Put it into a package beside a ``pyproject.toml`` with these lines and install that; nothing else is needed::
+Put the file into a package with these lines in its ``pyproject.toml``, and install the package::
 
     [project]
     name = "cachetool-digits"
@@ -13,9 +14,9 @@ Put it into a package beside a ``pyproject.toml`` with these lines and install t
     [project.entry-points."fsspec.specs"]
     digits = "custom_source:Digits"
 
-From then on ``cachetool pull digits://train/ --samples 100``, ``convert`` and ``BackgroundPull`` know it, with drawing,
-resuming and coverage as for any other source. Objects whose names agree up to the first dot are one sample; names and
-sizes must be the same each time they are listed.
+After that ``cachetool pull digits://train/ --samples 100``, ``convert`` and ``BackgroundPull`` read from it. Drawing,
+resuming and coverage work as for any other source. Objects whose names agree up to the first dot form one sample. Names
+and sizes must be the same in every listing.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ __all__ = ["Digits"]
 
 @functools.cache
 def _digits() -> Any:
-    """Each process that pulls loads them once; here a client would open its connection."""
+    """Load the digits, once in each process that pulls. A real client would open its connection here."""
     from sklearn.datasets import load_digits
 
     return load_digits()
 
 
 class Digits(fsspec.AbstractFileSystem):
-    """``train`` has the first 1,500 digits, ``test`` the others."""
+    """A file system with two folders: ``train`` holds the first 1,500 digits, ``test`` the others."""
 
     protocol = "digits"
     _parts: ClassVar = {"train": range(1500), "test": range(1500, 1797)}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What lies in a folder: names, and sizes in bytes (None where listing does not tell)."""
+        """List a folder: names, and sizes in bytes (None if a listing does not know them)."""
         place = self._strip_protocol(path)
         if not place:
             found = [{"name": part, "size": 0, "type": "directory"} for part in self._parts]
@@ -58,14 +59,14 @@ class Digits(fsspec.AbstractFileSystem):
         return found if detail else [each["name"] for each in found]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """One object, or folder."""
+        """Describe one object or folder."""
         place = self._strip_protocol(path)
         if place in ("", *self._parts):
             return {"name": place, "size": 0, "type": "directory"}
         return {"name": place, "size": len(self.cat_file(path)), "type": "file"}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """The bytes of an object, or some of them. Called by many threads at once."""
+        """Return the bytes of an object, or a range of them. Several threads call this method at the same time."""
         name, _, kind = self._strip_protocol(path).rpartition("/")[2].partition(".")
         if kind == "json":
             return json.dumps({"label": int(_digits().target[int(name)])}).encode()[start:end]

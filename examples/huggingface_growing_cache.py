@@ -1,11 +1,12 @@
-"""Train with the Trainer of Hugging Face on a cache that grows, stop in the middle of an epoch, and resume.
+"""Train with the Hugging Face Trainer on a growing cache, stop in the middle of an epoch, and resume.
 
     python examples/huggingface_growing_cache.py [FOLDER]
     torchrun --nproc-per-node 2 examples/huggingface_growing_cache.py FOLDER
 
-The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background; a fifth of the
-samples is held out. An epoch is 40 steps, so the Trainer's learning-rate schedule ends with the training. Each pass
-over the cache takes the newest samples. The loader's state is saved in the Trainer's checkpoints.
+The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background. A fifth of the
+samples is held out for validation. An epoch is 40 steps, so the Trainer's learning-rate schedule ends with the
+training. Each pass over the cache begins with a snapshot of the newest samples. The Trainer's checkpoints contain
+the loader's state.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ STEPS, EPOCHS, STOP = 40, 4, 60
 
 
 class GrowingTrainer(GrowthMixin, Trainer):
-    """A Trainer that takes loaders, and resumes where they were."""
+    """A Trainer that accepts loaders and resumes at their position."""
 
 
 class Digits(torch.nn.Module):
-    """Takes the fields of a batch, and returns the loss with the scores."""
+    """A classifier that returns the loss and the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,25 +45,25 @@ class Digits(torch.nn.Module):
         )
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Called with the fields of the loader by their names."""
+        """Return loss and scores. The Trainer passes each field of the batch as a keyword argument."""
         scores = self.layers(image)
         return {"loss": torch.nn.functional.cross_entropy(scores, label), "logits": scores}
 
 
 class StopAt(TrainerCallback):
-    """Ends the training after so many steps, as the end of a job's time does."""
+    """A callback that stops the training after ``step`` steps, as when the job's time is over."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Called after each step of the optimizer."""
+        """Stop at the chosen step; the Trainer calls this method after each step of the optimizer."""
         if state.global_step == self.step:
             control.should_save = control.should_training_stop = True
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -71,7 +72,7 @@ def write_digits(folder: Path) -> None:
 
 
 def train(cache: Path, args: TrainingArguments, stop: int | None = None) -> None:
-    """One job: from the last checkpoint, or from the beginning."""
+    """Run one job, from its last checkpoint or from the beginning."""
 
     def metrics(predicted: EvalPrediction) -> dict[str, float]:
         right = predicted.predictions.argmax(axis=1) == predicted.label_ids
@@ -88,7 +89,7 @@ def train(cache: Path, args: TrainingArguments, stop: int | None = None) -> None
         trainer = GrowingTrainer(
             Digits(),
             args,
-            train_dataset=loader.epochs_of(steps=STEPS),  # or the loader itself: then an epoch is a pass
+            train_dataset=loader.epochs_of(steps=STEPS),  # with the loader itself, an epoch is one pass
             eval_dataset=held_out,
             compute_metrics=metrics,
             callbacks=[] if stop is None else [StopAt(stop)],
@@ -102,7 +103,7 @@ def train(cache: Path, args: TrainingArguments, stop: int | None = None) -> None
 
 
 def main(folder: Path) -> None:
-    """Two jobs; the first is stopped in the middle of its second epoch."""
+    """Run two jobs. The first stops in the middle of its second epoch, the second resumes it."""
     args = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         num_train_epochs=EPOCHS,

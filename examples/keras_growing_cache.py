@@ -1,11 +1,11 @@
-"""Train a small Keras model on a cache that grows, stop, and go on where training stopped.
+"""Train a small Keras model on a growing cache, stop, and resume.
 
     KERAS_BACKEND=jax python examples/keras_growing_cache.py [FOLDER]
 
-Any backend of Keras will do. A folder of objects stands for the bucket: the 1,797 handwritten digits of scikit-learn,
-an image and a label each. A process pulls them in the background, one digit in ten is held out. Keras wants epochs of
-one length, so an epoch is 30 steps, and a pass over the cache, which grows, takes as many steps as it needs. A learning
-rate that is counted in steps then ends with the training.
+The example works with every Keras backend. A folder of objects stands for the bucket: the 1,797 handwritten digits
+of scikit-learn, an image and a label each. A process pulls them in the background. One digit in ten is held out for
+validation. Keras needs epochs of equal length, so an epoch is 30 steps. A pass over the growing cache takes as many
+steps as it needs. A learning rate that is counted in steps therefore ends with the training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPOCHS, STEPS = 8, 30
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -36,7 +36,7 @@ def write_digits(folder: Path) -> None:
 
 
 def digits_model() -> keras.Model:
-    """A small model, and a learning rate that falls to 0 over all steps."""
+    """Return a small model whose learning rate falls to 0 over all steps."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((8, 8)), keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)]
@@ -48,7 +48,7 @@ def digits_model() -> keras.Model:
 
 
 def train(folder: Path, epochs: int) -> None:
-    """Train up to this epoch: from where training stopped, or from the beginning."""
+    """Train until epoch ``epochs``, from the last checkpoint or from the beginning."""
     options = {"batch_size": 32, "fields": ["image", "label", "__key__"], "validation": 0.1, "seed": 0}
     cache = folder / "cache"
     with Loader(cache, split="train", **options) as loader, Loader(cache, split="validation", **options) as held_out:
@@ -56,10 +56,10 @@ def train(folder: Path, epochs: int) -> None:
         history = digits_model().fit(
             dataset,
             epochs=epochs,
-            validation_data=LoaderDataset(held_out, "image", "label"),  # a whole pass, of all that is there
+            validation_data=LoaderDataset(held_out, "image", "label"),  # a whole pass over the held-out samples
             callbacks=[
-                keras.callbacks.BackupAndRestore(folder / "run", delete_checkpoint=False),  # the model
-                LoaderStateCallback(dataset, folder / "loader.json"),  # the place in the pass; after the model
+                keras.callbacks.BackupAndRestore(folder / "run", delete_checkpoint=False),  # saves the model
+                LoaderStateCallback(dataset, folder / "loader.json"),  # saves the position in the pass, after the model
             ],
             verbose=0,
         )
@@ -69,7 +69,7 @@ def train(folder: Path, epochs: int) -> None:
 
 
 def main(folder: Path) -> None:
-    """Train half of the epochs, and then, as if it were another day, the others."""
+    """Train the first half of the epochs, then resume and train the second half, as a later job would."""
     write_digits(folder / "bucket")
     with cachetool.open_cache(folder / "cache", max_size="8MB") as cache:
         cache.pull(str(folder / "bucket"), samples=300, seed=0)

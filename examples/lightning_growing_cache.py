@@ -1,11 +1,11 @@
-"""Train with Lightning on a cache that grows from epoch to epoch, validate on a split of it, stop and resume.
+"""Train with Lightning on a growing cache, validate on a split of it, stop, and resume.
 
     python examples/lightning_growing_cache.py [FOLDER [RANKS]]
 
-The 1,797 handwritten digits of scikit-learn stand for a bucket. A pull fills the cache in the background, and every
-epoch trains on the samples that are in the cache when the epoch begins. The first job ends in the middle of an epoch.
-The second job loads its checkpoint and goes on behind the last batch, with the samples that this epoch had. With 2
-RANKS, Lightning starts a second process; both read one cache, and no sample goes to both.
+The 1,797 handwritten digits of scikit-learn stand for a bucket. A pull fills the cache in the background. Each epoch
+trains on the samples that are in the cache when the epoch begins. The first job ends in the middle of an epoch. The
+second job loads its checkpoint and continues after the last batch, with the samples that this epoch began with. With
+RANKS = 2, Lightning starts a second process. Both processes read one cache, and no sample goes to both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS_OF_FIRST_JOB = 20
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -42,25 +42,25 @@ def write_digits(folder: Path) -> None:
 
 
 class Pull(Callback):
-    """Pulls more samples while a job trains, in one process of the node."""
+    """A callback that pulls more samples while a job trains, in one process of the node."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pull: cachetool.BackgroundPull | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to pull."""
+        """Start the pull."""
         if trainer.local_rank == 0:
             self.pull = cachetool.BackgroundPull(self.folder / "cache", str(self.folder / "bucket"), to="lmdb", seed=0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait until the cache has grown, because the epochs of this model last only a moment."""
+        """Wait until the cache has grown: the epochs of this small model last only a moment."""
         if self.pull is None:
             return
         with cachetool.open_cache(self.folder / "cache") as cache:
             enough = min(cache.stats().samples + PULLED_PER_EPOCH, SAMPLES)
             while cache.stats().samples < enough:
-                self.pull.check()  # raises the error of a pull that failed
+                self.pull.check()  # raises the error of a failed pull
                 time.sleep(0.05)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,17 +80,17 @@ class Digits(LightningModule):
         self.trained = self.validated = self.right = 0
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
-        """One step of training."""
+        """Train on one batch."""
         self.trained += len(batch["label"])
         return functional.cross_entropy(self.layers(batch["image"]), batch["label"])
 
     def validation_step(self, batch: dict[str, Any], index: int) -> None:
-        """One batch of the samples that are held out."""
+        """Validate on one batch of held-out samples."""
         self.validated += len(batch["label"])
         self.right += int((self.layers(batch["image"]).argmax(dim=1) == batch["label"]).sum())
 
     def on_train_epoch_end(self) -> None:
-        """Print the numbers of this epoch, of all ranks together."""
+        """Print the numbers of this epoch, summed over all ranks."""
         counts = self.all_gather(torch.tensor([self.trained, self.validated, self.right]))
         trained, validated, right = counts.reshape(-1, 3).sum(dim=0).tolist()
         if self.trainer.is_global_zero and validated:
@@ -106,7 +106,7 @@ class Digits(LightningModule):
 
 
 def job(folder: Path, ranks: int, *, resume: Path | None = None, **limits: int) -> Trainer:
-    """Train as one job does: with a model, a data module and a Trainer of its own."""
+    """Run one job, with its own model, data module and Trainer."""
     options = {"batch_size": 32 // ranks, "fields": ["image", "label"], "seed": 0}
     data = CacheDataModule(folder / "cache", validation=0.2, **options)
     several = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {"devices": 1}
@@ -118,9 +118,9 @@ def job(folder: Path, ranks: int, *, resume: Path | None = None, **limits: int) 
 
 
 def main(folder: Path, ranks: int) -> None:
-    """Pull, train, stop, and resume; a pull goes on beside each job."""
+    """Pull, train, stop and resume. A background pull runs beside each job."""
     seed_everything(0, verbose=False)
-    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"  # Lightning runs this program once more for each rank
+    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"  # Lightning runs this program again for each rank
     if first_of_node:
         write_digits(folder / "bucket")
         with cachetool.open_cache(folder / "cache", max_size="8MB") as cache:

@@ -1,11 +1,11 @@
-"""Train on two nodes with Ray Train: each rank reads the cache of its own node, and both caches grow meanwhile.
+"""Train on two nodes with Ray Train. Each rank reads the cache of its own node, and both caches grow meanwhile.
 
     pip install 'cachetool[ray,torch]' 'ray[train]' scikit-learn
     python examples/ray_train_two_nodes.py [FOLDER]
 
-The 1,797 handwritten digits of scikit-learn stand for a bucket, and this machine plays both nodes. On a cluster of
-yours leave ``two_nodes`` out and say ``ray.init(address="auto")``; ``{node}`` in the name of the cache is then the name
-of each node, and BUCKET a URL.
+The 1,797 handwritten digits of scikit-learn stand for a bucket, and this machine simulates both nodes. On your cluster,
+replace ``two_nodes`` by ``ray.init(address="auto")`` and the bucket's folder by its URL. ``{node}`` in the path of the
+cache then becomes the name of each node.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EPOCHS = 5
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -49,7 +49,7 @@ def write_digits(folder: Path) -> None:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[str]:
-    """A cluster of two nodes on this machine, ``left`` and ``right``; gives its address."""
+    """Start a cluster of two nodes on this machine, ``left`` and ``right``, and yield its address."""
     cluster = Cluster(initialize_head=True, head_node_args={"node_name": "left", "num_cpus": 1})
     try:
         cluster.add_node(node_name="right", num_cpus=1)
@@ -62,25 +62,25 @@ def two_nodes() -> Iterator[str]:
 
 @ray.remote(num_cpus=0)
 def pull(samples: int, bucket: str, cache: str, address: str) -> None:
-    """So many more samples into the caches of all nodes, each into one of them."""
+    """Pull ``samples`` more samples into the nodes' caches. Each sample goes to one cache only."""
     line = ["pull", bucket, "--samples", str(samples), "--cache", cache, "--max-size", "8MB", "--shard-size", "20KB"]
     line = [sys.executable, "-m", "cachetool", *line, "--on", "ray", "--address", address, "--quiet", "--json"]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each of the two ranks does."""
+    """Run one of the two ranks."""
     torch.manual_seed(0)
     layers = [torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)]
     model = prepare_model(torch.nn.Sequential(*layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     history = []
-    # The ranks of a node divide its cache; how many steps all of them can take they agree on each epoch.
+    # The ranks of a node divide its cache. In each epoch all ranks agree on a number of steps that each can take.
     with Loader(cache_here(config["cache"]), batch_size=16, fields=["image", "label"]) as loader:
         for _ in range(EPOCHS):
             first = distributed.get_rank() == 0
-            more = config["pull"].remote(200, **config["place"]) if first else None  # goes on while the model trains
-            counts = torch.zeros(3)  # steps, samples, and how many of them were right
+            more = config["pull"].remote(200, **config["place"]) if first else None  # runs while the model trains
+            counts = torch.zeros(3)  # steps, samples, correct predictions
             for batch in loader:
                 scores = model(batch["image"])
                 loss = torch.nn.functional.cross_entropy(scores, batch["label"])
@@ -89,7 +89,7 @@ def train(config: dict[str, Any]) -> None:
                 optimizer.step()
                 counts += torch.tensor([1, len(scores), int((scores.argmax(dim=1) == batch["label"]).sum())])
             if more is not None:
-                ray.get(more)  # the epochs of this example are too short for it
+                ray.get(more)  # the epochs of this example are too short for the pull
             ranks = [torch.zeros(3) for _ in range(distributed.get_world_size())]
             distributed.all_gather(ranks, counts)
             history.append([rank.tolist() for rank in ranks])
@@ -99,7 +99,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main(folder: Path) -> None:
-    """Fill the caches, then train on them while they are filled further."""
+    """Fill the caches, then train while a pull adds more samples."""
     bucket, cache = folder / "bucket", f"{folder.absolute()}/caches/{{node}}"
     write_digits(bucket)
     with two_nodes() as address:

@@ -1,10 +1,10 @@
-"""Go on training in the middle of an epoch, after the job was killed.
+"""Resume training in the middle of an epoch after the job was killed.
 
     python examples/resume_after_kill.py [FOLDER]
 
-The training is a process that writes a checkpoint after every fifth batch, model and loader together. It is killed with
-signal 9 in the middle of its second epoch and started again. Meanwhile the cache grows, but the epoch that was broken
-off goes on with the samples it had: at its end every one of them was trained on once.
+The training process saves a checkpoint of model and loader after every fifth batch. In its second epoch it is killed
+with SIGKILL and then started again. Meanwhile the cache grows, but the interrupted epoch continues with the samples
+that it began with. At its end, the job has trained on each of these samples exactly once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPOCHS = 3
 
 
 def train(folder: Path) -> None:
-    """The job: from its last checkpoint, or from the beginning."""
+    """Train from the last checkpoint, or from the beginning if there is no checkpoint."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -50,7 +50,7 @@ def train(folder: Path) -> None:
                     kept = [] if loader.epoch > epoch else seen
                     state = {"model": model.state_dict(), "loader": loader.state_dict(), "seen": kept}
                     torch.save(state, folder / "new.pt")
-                    os.replace(folder / "new.pt", checkpoint)  # never half a checkpoint
+                    os.replace(folder / "new.pt", checkpoint)  # atomic: a kill never leaves half a checkpoint
                 if first_start and epoch == 1 and step == 7:
                     os.kill(os.getpid(), signal.SIGKILL)
             print(f"epoch {epoch}: {len(seen)} samples, {len(set(seen))} different ones", flush=True)
@@ -58,7 +58,7 @@ def train(folder: Path) -> None:
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -67,7 +67,7 @@ def write_digits(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Start the job until it ends by itself, as a batch system does."""
+    """Restart the job until it succeeds, as a batch system does."""
     write_digits(folder / "bucket")
     with cachetool.open_cache(folder / "cache", max_size="8MB") as cache:
         cache.pull(str(folder / "bucket"), samples=300)

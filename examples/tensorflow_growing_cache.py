@@ -1,10 +1,10 @@
-"""Train a small Keras model on a cache that grows from epoch to epoch.
+"""Train a small Keras model on a ``tf.data`` dataset over a cache that grows from epoch to epoch.
 
     python examples/tensorflow_growing_cache.py [FOLDER]
 
 A folder of objects stands for the bucket: the 1,797 handwritten digits of scikit-learn, an image and a label each. The
-cache holds TFRecord files; every pass over the dataset reads those that are there when it begins, while a thread pulls
-some more in the background.
+cache holds TFRecord files. Each pass over the dataset reads the files that exist when the pass begins. Meanwhile a
+thread pulls more samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PULLED_PER_EPOCH = 300
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -56,12 +56,13 @@ def main(folder: Path) -> None:
             samples, right = 0, 0.0
             for batch in dataset:  # takes a new snapshot of the cache
                 if samples == 0:
-                    more = background.submit(pull)  # what arrives from here on is for the next epoch
-                told = model.train_on_batch(batch["image"], batch["label"], return_dict=True)  # of this batch alone
+                    more = background.submit(pull)  # the next epoch reads these samples
+                # metrics of this batch only
+                told = model.train_on_batch(batch["image"], batch["label"], return_dict=True)
                 samples += len(batch["label"])
                 right += float(told["accuracy"]) * len(batch["label"])
             print(f"epoch {epoch}: {samples} samples, accuracy {right / samples:.2f}", flush=True)
-            more.result()  # here only so that every run prints the same numbers
+            more.result()  # only so that every run prints the same numbers
 
 
 if __name__ == "__main__":

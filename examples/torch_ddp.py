@@ -1,12 +1,12 @@
-"""Train on several processes with DistributedDataParallel, all of them from one cache that grows.
+"""Train with DistributedDataParallel in several processes that share one growing cache.
 
     torchrun --nproc-per-node 2 examples/torch_ddp.py [FOLDER]
 
-The 1,797 handwritten digits of scikit-learn stand for a bucket. One process of the node pulls in the background; each
-epoch all ranks read the same snapshot, no sample goes to two of them, and all take the same number of steps. It runs on
-CPUs; with GPUs say ``init_process_group("nccl")`` and give the loader ``device=``.
+The 1,797 handwritten digits of scikit-learn stand for a bucket. One process of the node pulls in the background. In
+each epoch all ranks read the same snapshot, no two ranks read the same sample, and all ranks take the same number of
+steps. The example runs on CPUs. For GPUs use ``init_process_group("nccl")`` and pass ``device=`` to the loader.
 
-On several nodes each has a cache of its own, with a share of the samples: ``torchrun_two_nodes.py``.
+To use several nodes, each with its own cache and a part of the samples, see ``torchrun_two_nodes.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPOCHS = 4
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -39,7 +39,7 @@ def write_digits(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """What each of the processes does."""
+    """Run one rank of the training."""
     distributed.init_process_group("gloo")
     bucket, cache = folder / "bucket", folder / "cache"
     first_of_node = int(os.environ["LOCAL_RANK"]) == 0
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     pulling = cachetool.BackgroundPull(cache, str(bucket)) if first_of_node else contextlib.nullcontext()
     with pulling, Loader(cache, batch_size=32, fields=["image", "label"], seed=0) as loader:
         for epoch in range(EPOCHS):
-            counts = torch.zeros(2)  # samples, and how many of them were right
+            counts = torch.zeros(2)  # samples, correct predictions
             for batch in loader:
                 scores = model(batch["image"])
                 loss = torch.nn.functional.cross_entropy(scores, batch["label"])

@@ -2,8 +2,8 @@
 
     python examples/torch_growing_cache.py [FOLDER]
 
-A folder of objects stands for the bucket: the 1,797 handwritten digits of scikit-learn, an image and a label each.
-Every epoch reads the samples that are in the cache when it begins, while a thread pulls some more in the background.
+A folder of objects stands for the bucket: the 1,797 handwritten digits of scikit-learn, an image and a label each. Each
+epoch reads the samples that are in the cache when the epoch begins. Meanwhile a thread pulls more samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PULLED_PER_EPOCH = 300
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
             loader = DataLoader(
                 dataset,
                 batch_size=32,
-                sampler=EpochSampler(dataset, seed=0),  # takes a new snapshot of the cache at every epoch
+                sampler=EpochSampler(dataset, seed=0),  # takes a new snapshot of the cache at each epoch
                 collate_fn=dataset.collate,
                 num_workers=2,
                 persistent_workers=True,
@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
                 samples = right = 0
                 for batch in loader:
                     if samples == 0:
-                        more = background.submit(pull)  # what arrives from here on is for the next epoch
+                        more = background.submit(pull)  # the next epoch reads these samples
                     scores = model(batch["image"])
                     loss = torch.nn.functional.cross_entropy(scores, batch["label"])
                     optimizer.zero_grad()
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
                     samples += len(scores)
                     right += int((scores.argmax(dim=1) == batch["label"]).sum())
                 print(f"epoch {epoch}: {samples} samples, accuracy {right / samples:.2f}", flush=True)
-                more.result()  # here only so that every run prints the same numbers
+                more.result()  # only so that every run prints the same numbers
 
 
 if __name__ == "__main__":

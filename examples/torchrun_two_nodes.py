@@ -1,12 +1,12 @@
-"""Train on two nodes, each with a cache of its own on its disk: torchrun starts the processes, nobody else is needed.
+"""Train with torchrun on two nodes, each with its own cache on its own disk. No other service is needed.
 
     python examples/torchrun_two_nodes.py [FOLDER]
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST examples/torchrun_two_nodes.py FOLDER
 
-The first line plays both nodes on this machine, one process each. The second is for a real node, with 1 as
-``--node-rank`` on the other; FOLDER is on the node's own disk. The 1,797 handwritten digits of scikit-learn stand for a
-bucket: BUCKET is a URL in a program of yours. With GPUs say ``init_process_group("nccl")`` and give the loader
-``device=``.
+The first line simulates both nodes on this machine, with one process each. The second line is for a real node; use
+``--node-rank 1`` on the other node. FOLDER is on the node's own disk. The 1,797 handwritten digits of scikit-learn
+stand for a bucket; in your program use the bucket's URL. For GPUs use ``init_process_group("nccl")`` and pass
+``device=`` to the loader.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPOCHS = 4
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -40,7 +40,7 @@ def write_digits(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    """What each of the processes does."""
+    """Run one rank of the training."""
     distributed.init_process_group("gloo")
     bucket, cache = folder / "bucket", folder / f"cache{os.environ['GROUP_RANK']}"
     if int(os.environ["LOCAL_RANK"]) == 0 and not bucket.exists():
@@ -53,13 +53,14 @@ def train(folder: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with (
         cachetool.open_cache(cache, max_size="8MB") as opened,
-        # This node's share of the bucket. All processes of a node ask for it: one pulls, the others wait.
+        # Pulls this node's part of the bucket. All processes of a node ask for it; one pulls, the others wait.
         cachetool.BackgroundPull(opened, str(bucket), part="auto", shard_size="20KB"),
-        # The processes of a node divide its cache; how many steps all of them can take they agree on each epoch.
+        # The processes of a node divide its cache. In each epoch all ranks agree on a number of steps that each can
+        # take.
         Loader(cache, batch_size=32, fields=["image", "label"], seed=0, min_samples=300) as loader,
     ):
         for epoch in range(EPOCHS):
-            counts = torch.zeros(3)  # steps, samples, and how many of them were right
+            counts = torch.zeros(3)  # steps, samples, correct predictions
             for batch in loader:
                 scores = model(batch["image"])
                 loss = torch.nn.functional.cross_entropy(scores, batch["label"])
@@ -78,7 +79,9 @@ def train(folder: Path) -> None:
 
 
 def play_two_nodes(folder: Path) -> None:
-    """Start this program as torchrun does on two nodes, with one process each. (torchrun itself starts one node.)"""
+    """Start this program twice, with the environment that torchrun sets on two nodes. (One torchrun starts only one
+    node.)
+    """
     if not (folder / "bucket").exists():
         write_digits(folder / "bucket")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,10 +1,10 @@
-"""Augment in the loader's worker processes, the same way in every run.
+"""Augment samples in the loader's worker processes, with the same result in every run.
 
     python examples/transform_in_workers.py [FOLDER]
 
-``augmented`` shifts each of the digits of scikit-learn by up to one pixel, another way each epoch. It runs in feeder
-processes; its random numbers are decided by seed, epoch and sample, so a run with one worker sees what a run with three
-sees. Nothing of it is stored: the cache holds the digits as they are.
+``augmented`` shifts each digit of scikit-learn by up to one pixel, differently in each epoch. The function runs in the
+loader's feeder processes. Its random numbers depend only on seed, epoch and sample, so a run with one worker and a run
+with three workers train on the same shifts. The cache keeps the original digits; shifted ones are never stored.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cachetool.loaders.torch import Loader
 
 
 def augmented(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """One sample, shifted."""
+    """Shift the image of one sample."""
     shift = rng.integers(-1, 2, size=2)
     image = np.roll(sample["image"], shift, axis=(0, 1))
     return {"image": image, "label": sample["label"], "shift": shift, "made_by": np.int64(os.getpid())}
 
 
 def write_digits(folder: Path) -> None:
-    """``0007.image.npy`` and ``0007.json`` for digit 7: two objects with one key are one sample."""
+    """Write ``0007.image.npy`` and ``0007.json`` for digit 7: objects with the same key are one sample."""
     folder.mkdir(parents=True)
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -41,7 +41,7 @@ def write_digits(folder: Path) -> None:
 
 
 def shifts(cache: Path, workers: int) -> list[torch.Tensor]:
-    """How the samples of two epochs were shifted, in the order in which they came."""
+    """Return the shifts of the samples in two epochs, in the order of delivery."""
     epochs = []
     with Loader(cache, batch_size=64, seed=5, workers=workers, transform=augmented) as loader:
         for epoch in range(2):
@@ -54,7 +54,7 @@ def shifts(cache: Path, workers: int) -> list[torch.Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Pull, then compare a run with one worker to a run with three."""
+    """Pull, then compare a run with one worker with a run with three workers."""
     write_digits(folder / "bucket")
     with cachetool.open_cache(folder / "cache", max_size="8MB") as cache:
         cache.pull(str(folder / "bucket"), samples=500)

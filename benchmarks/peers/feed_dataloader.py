@@ -1,6 +1,6 @@
-"""torch's DataLoader over a dataset that reads one sample at a time: the last argument says out of what.
+"""torch's DataLoader over a dataset that reads one sample at a time. The last argument is the form of the samples.
 
-``npy``: a file each, ``lmdb``: pickles, ``hdf5``: one contiguous dataset, ``zarr``: a chunk each.
+``npy``: one file per sample. ``lmdb``: pickles. ``hdf5``: one contiguous dataset. ``zarr``: one chunk per sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from feeding import Batches, Job, arrays, serve
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Writes in the constructor, opens at the first read of each process."""
+    """A dataset that is written in the constructor and opened at the first read of each process."""
 
     def __init__(self, job: Job, kind: str) -> None:
         self.folder, self.count, self.kind = job.folder, len(job.x), kind

@@ -12,7 +12,7 @@ from feeding import Batches, Job, arrays, serve
 
 
 class Decode(grain.MapTransform):  # type: ignore[misc]
-    """Eight bytes of the number, then the values."""
+    """A transform that decodes eight bytes of the number, then the values."""
 
     def map(self, raw: bytes) -> dict[str, Any]:
         return {"x": np.frombuffer(raw, dtype="<f4", offset=8), "y": np.frombuffer(raw, dtype="<i8", count=1)[0]}

@@ -1,4 +1,4 @@
-"""SPDL: a pipeline of threads, a batch of .npy files a task."""
+"""SPDL: a pipeline of threads; each task reads a batch of .npy files."""
 
 from __future__ import annotations
 

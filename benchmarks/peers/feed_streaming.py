@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from feeding import Batches, Job, arrays, serve
-from mds_writer import write  # also makes streaming import beside a PyTorch of another build
+from mds_writer import write  # the module also prepares streaming for a PyTorch of another build
 from streaming import StreamingDataset
 from torch.utils.data import DataLoader
 

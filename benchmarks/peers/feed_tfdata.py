@@ -1,6 +1,6 @@
-"""tf.data over TFRecord files: records parsed one by one and then batched, or batched and then parsed.
+"""tf.data over TFRecord files: parse each record and then batch, or batch and then parse.
 
-The last argument is ``parse-batch`` or ``batch-parse``. Shuffled through a buffer of 1,000 records.
+The last argument is ``parse-batch`` or ``batch-parse``. A buffer of 1,000 records shuffles them.
 """
 
 from __future__ import annotations

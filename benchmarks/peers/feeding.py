@@ -1,8 +1,8 @@
-"""What every peer's loader script does: write the samples in its own form, then run epochs whenever it is told to.
+"""The common part of all peers' loader scripts: write the samples in the peer's form, then run epochs on request.
 
-Arguments: samples, bytes of each, samples a batch, workers, a folder of its own. Lines in: ``{"epochs": ...,
-"seconds": ..., "busy": ..., "pace": ...}``. Lines out: what ``epoch`` of :mod:`cachetool.bench.consumer` gives of these
-epochs one after another, or an error.
+Arguments: samples, bytes per sample, samples per batch, workers, a folder of its own. Lines in: ``{"epochs": ...,
+"seconds": ..., "busy": ..., "pace": ...}``. Lines out: the result of ``epoch`` in :mod:`cachetool.bench.consumer`
+for these epochs one after another, or an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from common import samples
 
-sys.path.append(str(Path(__file__).parents[2]))  # its environment has NumPy, not cachetool
+sys.path.append(str(Path(__file__).parents[2]))  # the peer's environment has NumPy, but not cachetool
 from cachetool.bench.consumer import epoch
 
 Batches = Iterable[dict[str, Any]]
@@ -28,7 +28,7 @@ Batches = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be loaded: ``x`` is (samples, values), ``y`` counts."""
+    """The samples and settings of a job. ``x`` has the shape (samples, values); ``y`` counts the samples."""
 
     folder: Path
     x: np.ndarray
@@ -38,7 +38,7 @@ class Job:
 
 
 class Rows:
-    """The samples one by one, as datasets want them."""
+    """The samples one by one, as datasets need them."""
 
     def __init__(self, job: Job) -> None:
         self.x, self.y = job.x, job.y
@@ -51,15 +51,16 @@ class Rows:
 
 
 def arrays(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Batches of (x, y) pairs or dicts of tensors as dicts of arrays."""
+    """Convert batches of (x, y) pairs or dicts of tensors to dicts of arrays."""
     for batch in batches:
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         yield {"x": x.numpy() if hasattr(x, "numpy") else x, "y": y.numpy() if hasattr(y, "numpy") else y}
 
 
 def several(start: Callable[[], Batches], epochs: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """The batches of epochs one after another; no other one begins when half of the time is over, so that as few as
-    possible are left in the middle."""
+    """Yield the batches of several epochs. No epoch starts after half of the time, so few epochs are stopped in the
+    middle.
+    """
     half = time.perf_counter() + seconds / 2
     for _ in range(epochs):
         yield from start()
@@ -68,15 +69,15 @@ def several(start: Callable[[], Batches], epochs: int, seconds: float) -> Iterat
 
 
 def serve(prepare: Callable[[Job], Callable[[], Batches]]) -> None:
-    """Prepare once, then measure once a line."""
+    """Prepare once, then measure once per line of standard input."""
     count, nbytes, batch, workers = map(int, sys.argv[1:5])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the library prints must not mix with the answers
+    os.dup2(2, 1)  # the library's output must not mix with the answers
 
     def answer(work: Callable[[], dict[str, Any]]) -> None:
         try:
             found = work()
-        except Exception:  # noqa: BLE001 - whatever a peer fails of is its result
+        except Exception:  # noqa: BLE001 - any failure of a peer is its result
             found = {"error": traceback.format_exc().strip().splitlines()[-1]}
         answers.write(json.dumps(found) + "\n")
 

@@ -1,4 +1,4 @@
-"""LitData's optimize: one worker, 64 MB a file. Its worker process takes the samples over by fork."""
+"""LitData's optimize: one worker, 64 MB per file. The worker process inherits the samples by fork."""
 
 from __future__ import annotations
 

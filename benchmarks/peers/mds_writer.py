@@ -1,4 +1,4 @@
-"""MosaicML Streaming's MDSWriter: raw arrays, no compression, no hashes, 64 MiB a file (its defaults)."""
+"""MosaicML Streaming's MDSWriter: raw arrays, no compression, no hashes, 64 MiB per file (its defaults)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from common import serve
 
-# torchvision, which streaming imports, wants its operators, which it has not beside a PyTorch of another build.
+# streaming imports torchvision, which needs its own operators. Beside a PyTorch of another build they do not exist, so
+# this block declares them.
 with contextlib.suppress(RuntimeError):
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):

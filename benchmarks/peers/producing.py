@@ -1,4 +1,4 @@
-"""The batch that every producer of ``producer.py`` makes, and the training that waits for it; NumPy alone."""
+"""The batch that every producer of ``producer.py`` creates, and the training that waits for it. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 SHAPE = (4, 1_000_000, 3)
 IO, STEP = 0.05, 0.1
-WARM = 5  # steps whose waits are not counted: buffers fill
+WARM = 5  # steps whose waits do not count, because buffers fill
 
 
 def produced(seed: int) -> np.ndarray:
-    """One batch: 0.05 s as of a disk or a network, then numbers made on a processor."""
+    """Return one batch after 0.05 s of sleep, as for a disk or network, and some computing."""
     time.sleep(IO)
     return np.random.default_rng(seed).random(SHAPE, dtype=np.float32)
 
 
 def trained(start: Callable[[], Iterator[np.ndarray]], steps: int) -> dict[str, Any]:
-    """Take ``steps`` batches, each page of them touched, with 0.1 s of training after each; seconds waited."""
+    """Take ``steps`` batches and train 0.1 s after each. Touch every page of a batch. Return the waited seconds."""
     waits = []
     begin = time.perf_counter()
     batches = start()

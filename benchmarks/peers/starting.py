@@ -1,4 +1,4 @@
-"""Peers in environments of their own: made with pip when first asked for, then one process of each."""
+"""Peers in their own environments. Pip creates an environment at its first use; then each peer runs as one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEERS = {
     "LitData optimize": ("litdata_optimize.py", ["litdata==0.2.76", TORCH]),
     "tfrecord writer": ("tfrecord_writer.py", ["tfrecord==1.14.6"]),
 }
-"""Writers. Name to script and what its environment holds."""
+"""The peers that only write. Name: script, and the packages of its environment."""
 PRODUCERS = {"Ray object store": ("ray_producer.py", ["ray==2.60.0", "numpy==2.4.6"])}
 _FFCV = ["ffcv==1.0.2", "numba==0.68.1", TORCH, "torchvision==0.28.0", "opencv-python==5.0.0.93", "pillow==13.0.0"]
 _FFCV += [
@@ -50,36 +50,41 @@ LOADERS: dict[str, tuple[str, list[str], list[str]]] = {
     "Grain": ("feed_grain.py", [], ["grain==0.2.18", "array_record==0.8.6"]),
     "Ray Data": ("feed_ray.py", [], ["ray[data]==2.60.0", "aiohttp", "pydantic", "numpy==2.4.6"]),
 }
-"""Loaders. Name to script, its last arguments and what its environment holds. FFCV is built from source: it wants the
-headers of OpenCV and turbojpeg (Debian: libopencv-dev, libturbojpeg0-dev, pkg-config)."""
+"""The peers that load. Name: script, its last arguments, and the packages of its environment.
+
+FFCV is built from source and needs the headers of OpenCV and turbojpeg (Debian: libopencv-dev, libturbojpeg0-dev,
+pkg-config).
+"""
 
 
 class PeerError(Exception):
-    """A peer could not be installed or started, or failed."""
+    """A peer failed, or could not be installed or started."""
 
 
 def environment(folder: Path, script: str, requirements: list[str]) -> Path:
-    """The Python of the environment of a script under ``folder``, made if it is not there. Raises PeerError."""
+    """Return the Python of a script's environment under ``folder``. Create a missing environment. Raise PeerError."""
     home = folder.resolve() / Path(script).stem
     python = home / "bin" / "python"
     done = home / "installed.json"
     if not done.exists() or json.loads(done.read_text()) != requirements:
         print(f"installing {', '.join(requirements)} into {home}", file=sys.stderr)
         venv.create(home, with_pip=True, clear=True)
-        # FFCV's build looks for NumPy and PyTorch where it is installed, and says so to nobody.
+        # FFCV's build imports the installed NumPy and PyTorch without declaring them, so they are installed first.
         first = [each for each in requirements if not each.startswith("ffcv")]
         for command in ([*first, "setuptools", "wheel"], ["--no-build-isolation", *requirements]):
             pip = subprocess.run([python, "-m", "pip", "install", "-q", *command], capture_output=True, text=True)
             if pip.returncode:
                 said = pip.stderr.strip().splitlines() or ["failed"]
-                why = [line.strip() for line in said if "error:" in line.lower()]  # the last line is a hint
+                why = [line.strip() for line in said if "error:" in line.lower()]  # the last line is only a hint
                 raise PeerError(f"pip: {(why or said)[-1]}; what a peer needs beside is in {Path(__file__).name}")
         done.write_text(json.dumps(requirements))
     return python
 
 
 class Peer:
-    """A running peer: a writer, given the number of samples and the bytes of each, or a loader (see ``feeding.py``)."""
+    """A running peer: a writer, which takes the number of samples and the bytes of each, or a loader (see
+    ``feeding.py``).
+    """
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
         if name not in LOADERS and name not in PEERS:
@@ -92,7 +97,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,  # it has workers of its own
+            start_new_session=True,  # the peer has workers of its own, which close() must end too
         )
         try:
             self._answer()
@@ -107,7 +112,7 @@ class Peer:
         self.close()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What it answers. Raises PeerError."""
+        """Return the peer's answer. Raise PeerError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -117,11 +122,11 @@ class Peer:
         return self._answer()
 
     def write(self, folder: Path) -> float:
-        """Seconds to write the samples into the new ``folder``, durably. Raises PeerError."""
+        """Return the seconds to write the samples durably into the new ``folder``. Raise PeerError."""
         return float(self.ask({"folder": str(folder)})["seconds"])
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """End the process and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
