@@ -1,8 +1,8 @@
-"""Commands of cachetool in forks of a process that has imported what they need, which costs half a second of processor
-each time: some hundred are run. Each is a process of its own, with the streams, folder and environment that a shell
-would give it. What depends on how an interpreter starts is tried by ``python -m cachetool`` instead.
+"""Commands of cachetool in forks of a process that has imported everything they need.
 
-Run as ``python -m tests.commands``::
+Each import costs half a second of CPU time, and the tests run some hundred commands. Each command is a separate
+process, with the streams, folder and environment that a shell would give it. Tests that depend on the start of an
+interpreter run ``python -m cachetool`` instead. Run as ``python -m tests.commands``::
 
     stdin    {"words": [...], "folder": "/", "environment": {...}, "out": "/a/file", "error": "/a/file",
               "powerless": false}
@@ -40,13 +40,13 @@ def run_command(
     seconds: float = 120,
     powerless: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """A command without ``python -m cachetool``, as ``subprocess.run`` runs it with its output captured.
+    """Run a command, without ``python -m cachetool`` in ``words``, as ``subprocess.run`` with captured output does.
 
-    ``powerless``: without what lets root into any file.
+    ``powerless``: run it without root's access to all files.
     """
     if not _started or _started[0].poll() is not None:
         _started[:] = [_server()]
-        atexit.register(_started[0].communicate)  # it ends when nobody can tell it anything more
+        atexit.register(_started[0].communicate)  # the process ends when its stdin is closed
     server, line = _started[0], [str(word) for word in words]
     assert server.stdin is not None
     assert server.stdout is not None
@@ -102,7 +102,7 @@ def main() -> None:
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             import_module(found.name)
     with contextlib.suppress(ModuleNotFoundError):
-        import_module("typer._adapters")  # by which it checks the first value that it is given
+        import_module("typer._adapters")  # Typer checks the first value that it converts with this module
     import_all()
     for line in iter(sys.stdin.readline, ""):
         told = json.loads(line)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _become(told: dict[str, object]) -> NoReturn:
-    """Be the command until it exits, as any program does."""
+    """Become the command until it exits, as any program does."""
     from cachetool import __main__ as program
 
     for path, fd in ((os.devnull, 0), (told["out"], 1), (told["error"], 2)):
@@ -131,10 +131,11 @@ def _become(told: dict[str, object]) -> NoReturn:
 
 
 def drop_powers() -> None:
-    """Give up what root has beyond other users, for good: capabilities(7)."""
+    """Give up root's power over other users' files for good: capabilities(7)."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(_CAPABILITIES):
-        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused where this process has fewer, or there are no more
+        # fails if this process has fewer capabilities, or after the last one
+        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
     header, none = struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24)
     if libc.capset(header, none):
         raise OSError(ctypes.get_errno(), "capset")

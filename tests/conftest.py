@@ -1,6 +1,8 @@
-"""What all tests share: an environment without anybody's credentials, servers on loopback with real data in them, the
-profiles of the property tests (``ci`` by default, ``pytest --hypothesis-profile thorough`` before a release), and a
-table at the end of a soak of what was done how often."""
+"""Common parts of all tests.
+
+An environment without credentials, servers on loopback with real data, the profiles of the property tests (``ci`` by
+default, ``pytest --hypothesis-profile thorough`` before a release), and the table of counts at the end of a soak.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.datasets import write_digits, write_photos
 from tests.servers import Moto, moto_server, rclone_s3
 from tests.zygote import EXEC, use_zygote
 
-# No deadlines: the machines that run this are shared, and a slow example is no failure.
+# No deadlines: the test machines are shared, so a slow example is not a failure.
 settings.register_profile("ci", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("ci"), max_examples=300)
 settings.load_profile("ci")
@@ -35,28 +37,31 @@ _CLOUDS = (
     "MSI_",
 )
 
-# Each of some thousand processes would begin by starting threads for linear algebra, which none of them does.
+# Otherwise each of some thousand processes would start threads for linear algebra, which none of them uses.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# And, where containers forbid to keep what was compiled, by compiling all of this package again: 60 to 100 ms.
+# Containers may set this to forbid .pyc files. Then each process would compile the whole package again: 60 to 100 ms.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Whoever runs this in the background of a script ignores Ctrl-C, and so would every program that is started here.
+# A script that runs the tests in the background ignores Ctrl-C, and every program started here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure() -> None:
-    """Processes of the package that tests start begin as forks: see :mod:`tests.zygote`."""
+    """Start the package's processes in tests as forks: see :mod:`tests.zygote`."""
     use_zygote()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two processes a core for ``-n auto``: half of the time a test waits for another process, a server or a disk."""
+    """Use two processes per core for ``-n auto``: half of the time a test waits for another process, a server or a
+    disk.
+    """
     return 2 * len(os.sched_getaffinity(0))
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests are dealt out one by one, but for modules that share something costly: one process has all that need the
-    cluster, and all of a module that looks at what one long program saw."""
+    """A scheduler that distributes single tests, except for modules with a costly common part. One process gets all
+    tests that need the cluster, and all tests of a module that read the output of one long program.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
@@ -67,13 +72,13 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Together:
-    """The scheduler of the tests."""
+    """Return the scheduler of the tests."""
     return Together(config, log)
 
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Take away whatever the machine has of clouds, proxies and caches; loopback is never reached by a proxy."""
+    """Remove the machine's credentials, proxies and cache variables. Loopback is never reached by a proxy."""
     for name in os.environ:
         if name.startswith(_CLOUDS) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -84,13 +89,13 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's processes are started as users have them, and not forked."""
+    """Start the package's processes as users do, instead of forking them."""
     monkeypatch.setenv(EXEC, "1")
 
 
 @pytest.fixture(scope="session")
 def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data of ``s3_env``: ``digits/train/`` and ``photos/``."""
+    """Create the data of ``s3_env``: the folders ``digits/train/`` and ``photos/``."""
     root = tmp_path_factory.mktemp("buckets")
     write_digits(root / "digits" / "train")
     write_photos(root / "photos")
@@ -99,32 +104,34 @@ def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits(buckets: Path) -> Path:
-    """The folder of the 1,797 digits: ``0000.npy`` and ``0000.json`` each."""
+    """Return the folder of the 1,797 digits: ``0000.npy`` and ``0000.json`` each."""
     return buckets / "digits" / "train"
 
 
 @pytest.fixture(scope="session")
 def photos(buckets: Path) -> Path:
-    """The folder of the photographs."""
+    """Return the folder of the photographs."""
     return buckets / "photos"
 
 
 @pytest.fixture(scope="session")
 def s3_env(buckets: Path) -> Iterator[dict[str, str]]:
-    """Environment that reaches an S3 server with the buckets ``digits`` and ``photos``; it checks the keys."""
+    """Return the environment for an S3 server with the buckets ``digits`` and ``photos``. The server checks the
+    keys.
+    """
     with rclone_s3(buckets) as env:
         yield env
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[Moto]:
-    """An S3 server to put objects into; it has right ranges and takes any key."""
+    """Start an S3 server that tests can put objects into. It implements ranges and accepts any key."""
     with moto_server() as server:
         yield server
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """After a soak, or with ``--figures``: the counts that tests recorded (``record_property``)."""
+    """Print the counts that tests recorded with ``record_property``, after a soak or with ``--figures``."""
     if "not soak" in config.getoption("markexpr") and not config.getoption("figures"):
         return
     rows = [

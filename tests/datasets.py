@@ -1,4 +1,4 @@
-"""Real input: the digits of scikit-learn as arrays and labels, the photographs of scikit-image as files."""
+"""Real test data: the digits of scikit-learn as arrays and labels, the photographs of scikit-image as files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["write_digits", "write_photos"]
 
 
 def write_digits(folder: Path) -> Path:
-    """``0000.npy`` (float64, 8 x 8) and ``0000.json`` ``{"label": ...}`` for each of the 1,797 digits."""
+    """Write ``0000.npy`` (float64, 8 x 8) and ``0000.json`` ``{"label": ...}`` for each of the 1,797 digits."""
     from sklearn.datasets import load_digits
 
     folder.mkdir(parents=True)
@@ -24,7 +24,7 @@ def write_digits(folder: Path) -> Path:
 
 
 def write_photos(folder: Path) -> Path:
-    """The ``.png`` and ``.jpg`` files inside scikit-image's wheel, but for one of 16 bits a channel."""
+    """Copy the ``.png`` and ``.jpg`` files of scikit-image's wheel, except one of 16 bits per channel."""
     import skimage
 
     folder.mkdir(parents=True)

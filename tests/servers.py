@@ -1,5 +1,6 @@
-"""Real servers on loopback: S3 by moto and rclone, SFTP by asyncssh, HTTP by the standard library, and one that does as
-a script says, which also plays the hub of Hugging Face."""
+"""Real servers on loopback: S3 by moto and rclone, SFTP by asyncssh, HTTP by the standard library, and a scripted
+server, which also simulates the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "CANARYKEYID", "AWS_SECRET_ACCESS_KEY": "canary/sec
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port without a listener."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
@@ -61,7 +62,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _process(command: list[str], port: int) -> Iterator[None]:
-    """Run a server until the end of the block; it is ready once its port takes connections."""
+    """Run a server until the end of the block. It is ready when its port accepts connections."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 60
@@ -87,13 +88,13 @@ def _process(command: list[str], port: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Moto:
-    """An S3 server with right ranged GETs, which takes any key."""
+    """An S3 server with correct ranged GETs that accepts any key."""
 
     env: Mapping[str, str]
-    """Endpoint, keys and region."""
+    """The endpoint, keys and region."""
 
     def put(self, bucket: str, objects: Mapping[str, bytes]) -> None:
-        """Make the bucket unless it is there, and put objects into it."""
+        """Create the bucket if it does not exist, and put objects into it."""
         client = self.client
         with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
             client.create_bucket(Bucket=bucket)
@@ -102,7 +103,7 @@ class Moto:
 
     @functools.cached_property
     def client(self) -> Any:
-        """A boto3 client of it."""
+        """Return a boto3 client of the server."""
         import boto3
 
         return boto3.client(
@@ -123,7 +124,9 @@ def moto_server() -> Iterator[Moto]:
 
 
 def certificates(folder: Path) -> tuple[Path, Path]:
-    """A new authority's certificate, and a file with one that it signed for this machine and the key."""
+    """Create an authority. Return its certificate, and a file with the key and the certificate that it signed for this
+    machine.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -151,7 +154,7 @@ def certificates(folder: Path) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def rclone_http(folder: Path, *, certificate: Path | None = None) -> Iterator[str]:
-    """Serve a folder over HTTP, or over TLS with a certificate that its key follows in the file; gives the URL."""
+    """Serve a folder over HTTP, or over TLS with the certificate and key in a file. Return the URL."""
     port = free_port()
     tls = ["--cert", str(certificate), "--key", str(certificate)] if certificate is not None else []
     command = [_rclone(), "serve", "http", "--addr", f"{HOST}:{port}", *tls, "--vfs-cache-mode", "off"]
@@ -165,8 +168,9 @@ def _rclone() -> str:
 
 @contextlib.contextmanager
 def rclone_s3(folder: Path, *options: str, auth: bool = True) -> Iterator[dict[str, str]]:
-    """Serve the folders of ``folder`` as buckets, to the right key alone unless without ``auth``; gives endpoint, keys
-    and region."""
+    """Serve the folders of ``folder`` as buckets, only to the right key unless ``auth`` is False. Return endpoint, keys
+    and region.
+    """
     port = free_port()
     keys = ["--auth-key", f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"] if auth else []
     command = [_rclone(), "serve", "s3", "--addr", f"{HOST}:{port}", *keys, "--vfs-cache-mode", "off", *options]
@@ -176,12 +180,14 @@ def rclone_s3(folder: Path, *options: str, auth: bool = True) -> Iterator[dict[s
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Azurite's own, the same on every machine."""
+"""Azurite's own key, the same on every machine."""
 
 
 @contextlib.contextmanager
 def azurite(command: str, container: str) -> Iterator[dict[str, str]]:
-    """Azure's blob storage with one container, empty; ``command`` starts Azurite's. Gives account, key and endpoint."""
+    """Start Azure's blob storage with one empty container; ``command`` starts Azurite. Return account, key and
+    endpoint.
+    """
     port = free_port()
     options = ["--silent", "--skipApiVersionCheck", "--disableTelemetry", "--inMemoryPersistence"]
     with _process([command, *options, "--blobHost", HOST, "--blobPort", str(port)], port):
@@ -210,9 +216,10 @@ def azurite(command: str, container: str) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def counted_s3(folder: Path) -> Iterator[tuple[dict[str, str], Http]]:
-    """:func:`rclone_s3` behind a proxy that counts the bytes of bodies and gives parts the status 206, which rclone
-    forgets; signatures pass through. Gives the environment and the counter."""
-    with rclone_s3(folder, "--etag-hash", "") as env:  # else each request reads the whole file for its hash
+    """Run :func:`rclone_s3` behind a proxy that counts the bytes of bodies and sets the status 206 for parts, which
+    rclone forgets. Signatures pass through. Return the environment and the counter.
+    """
+    with rclone_s3(folder, "--etag-hash", "") as env:  # otherwise each request reads the whole file for its hash
         host = urllib.parse.urlsplit(env["AWS_ENDPOINT_URL"]).netloc
         with scripted_server(lambda handler: _forward(handler, host)) as state:
             yield {**env, "AWS_ENDPOINT_URL": state.url}, state
@@ -235,8 +242,9 @@ def _forward(handler: Scripted, host: str) -> None:
 
 @contextlib.contextmanager
 def key_server(keys: Sequence[str], *, delay: float = 0.0) -> Iterator[tuple[dict[str, str], Http]]:
-    """A bucket ``b`` of S3 with sorted ``keys``, each of which is its own body, for very many of them; a page of a list
-    comes after ``delay`` seconds. Gives the environment and the requests."""
+    """Serve a bucket ``b`` with very many sorted ``keys``; each key is its own body. A page of a list arrives after
+    ``delay`` seconds. Return the environment and the requests.
+    """
     keys, known = sorted(keys, key=os.fsencode), set(keys)
 
     def script(handler: Scripted) -> None:
@@ -256,7 +264,7 @@ def key_server(keys: Sequence[str], *, delay: float = 0.0) -> Iterator[tuple[dic
 
 
 def _page_of(keys: Sequence[str], query: Mapping[str, str]) -> str:
-    """A page of at most 1,000 keys and folders."""
+    """Return a page of at most 1,000 keys and folders."""
     prefix, after = query.get("prefix", ""), max(query.get("start-after", ""), query.get("continuation-token", ""))
     at = bisect.bisect_right(keys, after) if after > prefix else bisect.bisect_left(keys, prefix)
     out, count = [], 0
@@ -265,7 +273,7 @@ def _page_of(keys: Sequence[str], query: Mapping[str, str]) -> str:
         folder, slash, _ = keys[at][len(prefix) :].partition("/")
         if slash and query.get("delimiter"):
             out.append(f"<CommonPrefixes><Prefix>{html.escape(prefix + folder)}/</Prefix></CommonPrefixes>")
-            after = f"{prefix}{folder}0"  # the character behind the slash
+            after = f"{prefix}{folder}0"  # the character after the slash
             at = bisect.bisect_left(keys, after)
             continue
         out.append(
@@ -284,16 +292,18 @@ class Http:
 
     url: str
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    """Path and headers of every request, in order of arrival."""
+    """The path and headers of every request, in order of arrival."""
     sent: int = 0
-    """Bytes of bodies that were answered."""
+    """The bytes of all bodies sent."""
 
 
 Script = Callable[["Scripted"], None]
 
 
 class Scripted(http.server.BaseHTTPRequestHandler):
-    """Hands every request to the server's script, which answers through the methods below or raw, by ``wfile``."""
+    """A handler that passes every request to the server's script. The script answers through the methods below, or raw
+    through ``wfile``.
+    """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise each answer waits for the client's delayed acknowledgement
@@ -302,13 +312,13 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         state = self.server.state  # type: ignore[attr-defined]
         state.requests.append((self.path, {name.title(): value for name, value in self.headers.items()}))
         self.number = len(state.requests)
-        with contextlib.suppress(OSError):  # the client gave up, which may be what is tested
+        with contextlib.suppress(OSError):  # the client gave up, which a test may expect
             self.server.script(self)  # type: ignore[attr-defined]
 
     do_HEAD = do_GET
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        """A whole answer; ``Content_Length`` and the like override what is sent by itself."""
+        """Send a whole answer. ``Content_Length`` and similar arguments override the default headers."""
         self.send_response(status)
         for name, value in {"Content_Length": str(len(body)), **headers}.items():
             if value:
@@ -325,21 +335,21 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         self.connection.close()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print no log lines."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server's; anything else is."""
+        """Ignore a client that has disconnected. Every other error fails the test."""
         if not isinstance(sys.exc_info()[1], ConnectionError | ssl.SSLError):
             super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
 def scripted_server(script: Script, *, tls: ssl.SSLContext | None = None) -> Iterator[Http]:
-    """A server that answers each request by ``script(handler)``; over TLS where a context is given."""
+    """Run a server that answers each request by ``script(handler)``, over TLS if a context is given."""
     server = _Server((HOST, 0), Scripted)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
@@ -425,9 +435,10 @@ def _html_index(folder: Path) -> bytes:
 def sftp_server(
     folder: Path, home: Path, *, more_keys: tuple[str, ...] = (), kind: type[Any] | None = None
 ) -> Iterator[str]:
-    """Serve ``folder`` as ``/`` to the key in ``home/.ssh``, where the server's own key is known, but none of
-    ``more_keys``, the algorithms of others; by an ``asyncssh.SFTPServer``, or by a ``kind`` of it that lies; gives its
-    URL."""
+    """Serve ``folder`` as ``/`` to the key in ``home/.ssh`` by an ``asyncssh.SFTPServer``, or a ``kind`` of it that
+    lies. The client's files know the server's own key, but none of ``more_keys``, the algorithms of its other keys.
+    Return the URL.
+    """
     import asyncio
 
     import asyncssh
@@ -474,7 +485,7 @@ def sftp_server(
 def hub_server(
     folder: Path, *, token: str = "", page: int = 3, revisions: Sequence[str] = ("main",), name: str = "name"
 ) -> contextlib.AbstractContextManager[Http]:
-    """The part of the hub's API that reads datasets; ``folder`` is ``owner/name`` at every commit."""
+    """Serve the part of the hub's API that reads datasets. ``folder`` is ``owner/name`` at every commit."""
     named = {f"/api/datasets/owner/{name}/revision/{urllib.parse.quote(revision, safe='')}" for revision in revisions}
 
     def script(handler: Scripted) -> None:

@@ -1,4 +1,4 @@
-"""A bucket whose keys run out, and the credentials file that is given new ones."""
+"""A bucket whose keys expire, and the credentials file with its current keys."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Keys:
 
     @classmethod
     def text(cls, key: str) -> str:
-        """The file with these keys."""
+        """Return the text of a file with these keys."""
         secrets = f"aws_secret_access_key={cls.SECRET}\naws_session_token={cls.TOKEN}"
         return f"[default]\naws_access_key_id={key}\n{secrets}\n"
 
     def write(self, key: str) -> None:
-        """Put other keys in place of them."""
+        """Replace the keys."""
         new = self.path.with_name("new")
         new.write_text(self.text(key))
         os.replace(new, self.path)
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """The name of the key that a request was signed with."""
+    """Return the name of the key that signed a request."""
     given = next((value for name, value in headers.items() if name.lower() == "authorization"), "")
     found = re.search(r"Credential=(\w+)/", given)
     return found.group(1) if found else None
 
 
 def number_of(path: str) -> int | None:
-    """Which object a request is for; None for a listing."""
+    """Return the object that a request is for; None for a listing."""
     found = re.search(r"/(\d{5})\.cls", path)
     return int(found.group(1)) if found else None
 
@@ -62,7 +62,9 @@ def answer_s3(
     refuse: str = "ExpiredToken",
     page: int = 1000,
 ) -> bool:
-    """Answer for a bucket with ``d/00000.cls`` and so on, whose values are their numbers; whether the key was good."""
+    """Answer for a bucket with ``d/00000.cls`` and so on, whose values are their numbers. Return True if the key was
+    accepted.
+    """
     if not accepts(key_of(handler.headers)):
         body = b"" if refuse.isdigit() else f"<Error><Code>{refuse}</Code><Message>CANARY</Message></Error>".encode()
         handler.answer(_STATUS.get(refuse, 400), body)

@@ -1,4 +1,4 @@
-"""The one entry to the benchmarks: runs a suite, keeps JSON, tables and a picture; a failure is a row."""
+"""The common entry to the benchmarks: runs a suite, saves JSON, tables and a chart; a failure is a row."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ TINY = {
     "nodes": ["--nodes", "2,100"],
 }
 PEERS = {"convert": ("nobody", "what"), "pull": ("nobody", "tool")}
-"""Of these a peer is asked for that is not there: its name, and the column that has it."""
+"""The peer that does not exist, and the column with its name, for each suite with peers."""
 
 
 SLOWER = {"feed", "pull", "scale"}
-"""Some seconds each, for a server, feeders or eight holders: with the long runs."""
+"""Suites that take some seconds each for a server, feeders or eight holders: they run with the long tests."""
 
 
 @pytest.mark.parametrize(
     "suite", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOWER else []) for name in SUITES]
 )
-def test_a_suite_is_run_and_kept_with_where_and_what_it_was(
+def test_a_suite_is_run_and_saved_with_its_machine_and_versions(
     tmp_path: Path, suite: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer, column = PEERS.get(suite, ("", ""))
@@ -90,7 +90,7 @@ def test_a_suite_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [5, 40, 2000])
-def test_nodes_of_the_model_bring_as_much_as_the_tightest_bound_lets_them(nodes: int) -> None:
+def test_nodes_of_the_model_are_limited_by_the_tightest_bound(nodes: int) -> None:
     (row,) = pulling(World(nodes=nodes), [nodes])
     world = World(nodes=nodes)
     each = world.per_claim * world.sample_bytes / (max(world.bounds().values()) + world.commit)
@@ -98,7 +98,7 @@ def test_nodes_of_the_model_bring_as_much_as_the_tightest_bound_lets_them(nodes:
     assert row["bound by"] == ("store" if nodes == 2000 else "CPU")
 
 
-def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:
+def test_a_table_accepts_rows_of_different_columns_and_any_text() -> None:
     assert markdown([{"a": 1, "b": None}, {"a": "x|y\nz", "error": "no"}]).splitlines() == [
         "| a | b | error |",
         "| --- | --- | --- |",
@@ -107,7 +107,7 @@ def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:
     ]
 
 
-def test_a_picture_has_a_bar_for_each_row_and_the_error_of_who_failed() -> None:
+def test_a_chart_has_a_bar_for_each_row_and_the_error_of_a_failed_one() -> None:
     rows = [{"case": "1MiB", "target": 9, "MB/s": 100}, {"peer": "<b>&", "MB/s": 50}, {"peer": "p", "error": "<no>"}]
     root = ElementTree.fromstring(picture({"feed": rows}))
     bars = [float(each.get("width", 0)) for each in root.iter("{http://www.w3.org/2000/svg}rect")]
@@ -122,7 +122,7 @@ def test_a_picture_has_a_bar_for_each_row_and_the_error_of_who_failed() -> None:
     assert drawn_column([{"what": "open", "20 shards": 1.5, "200 shards": 2.5}]) == "200 shards"
 
 
-def test_processors_are_kept_awake_for_as_long_as_was_asked() -> None:
+def test_processors_are_kept_awake_for_the_length_of_the_block() -> None:
     def wanted() -> int:
         return int.from_bytes(Path("/dev/cpu_dma_latency").read_bytes()[:4], sys.byteorder)
 

@@ -1,4 +1,4 @@
-"""README is short and names every command, and CI runs its test command. ``tests/docs`` runs what README shows."""
+"""README is short and names every command, and CI runs its test command. ``tests/docs`` runs the programs of README."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_command_is_in_the_table_of_readme() -> None:
         assert re.search(rf"^\| .*`cachetool {name}\b", README, flags=re.MULTILINE), name
 
 
-def test_readme_is_short_and_its_first_screen_has_a_command_to_try_and_one_to_begin_with() -> None:
+def test_readme_is_short_and_its_first_screen_has_a_demo_and_a_first_command() -> None:
     lines = README.splitlines()
     commands = [n for n, line in enumerate(lines) if line.startswith("    ")]
 

@@ -1,7 +1,7 @@
-"""One set of objects pulled from everywhere it can lie: the same content digests from all.
+"""One set of objects pulled from every kind of place: all have the same content digests.
 
-In the default suite 200 objects; ``-m soak`` has 2,000. Azure is among them where ``azurite-blob`` is installed (``npm
-install azurite``); Google's storage is played by rclone, which speaks the part of its XML that reads.
+The default suite has 200 objects, ``-m soak`` 2,000. Azure is included if ``azurite-blob`` is installed (``npm install
+azurite``). rclone simulates Google's storage: it speaks the part of its XML that reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUCKET = "bucket"
 
 
 def write_objects(folder: Path, samples: int) -> None:
-    """Two objects a sample: an array and a JSON object."""
+    """Write two objects per sample: an array and a JSON object."""
     generator = np.random.default_rng(0)
     for number in range(samples):
         place = folder / f"part{number % 3}"
@@ -34,7 +34,7 @@ def write_objects(folder: Path, samples: int) -> None:
 
 @contextlib.contextmanager
 def served(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of ``root/bucket`` by one kind of server, its credentials in the environment."""
+    """Return the URL of ``root/bucket`` on one kind of server, with its credentials in the environment."""
     with contextlib.ExitStack() as stack:
         env: dict[str, str] = {}
         if kind == "local":
@@ -88,7 +88,7 @@ KINDS = ["local", "s3", "gcs", "azure", "http-json", "http-html", "http-manifest
 
 
 def digests(url: str, cache: Path, samples: int) -> list[str]:
-    """The content digests of the shards of a pull of everything, in their order; one worker, so that that is fixed."""
+    """Return the content digests of the shards of a complete pull, in order. One worker makes the order fixed."""
     with cachetool.open_cache(cache, max_size="100MB") as opened:
         result = opened.pull(url, all=True, workers=1, shard_size="100kB", seed=7)
         assert (result.samples, result.pass_complete) == (samples, True)
@@ -97,14 +97,14 @@ def digests(url: str, cache: Path, samples: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """100 samples, and the digests of the pull from their folder."""
+    """Return 100 samples, and the digests of a pull from their folder."""
     root = tmp_path_factory.mktemp("few")
     write_objects(root / BUCKET, 100)
     return root, digests(str(root / BUCKET), root / "cache", 100)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_pull_brings_the_same_from_everywhere(
+def test_a_pull_has_the_same_digests_from_every_place(
     kind: str, few: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, expected = few
@@ -115,7 +115,7 @@ def test_a_pull_brings_the_same_from_everywhere(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_2000_objects_have_the_same_digests_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_2000_objects_have_the_same_digests_from_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_objects(tmp_path / "root" / BUCKET, 1000)
     found: dict[str, list[str]] = {}
     there = [kind for kind in KINDS if kind != "azure" or shutil.which("azurite-blob")]

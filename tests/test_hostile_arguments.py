@@ -1,8 +1,8 @@
-"""Every public argument, every option of the command line and every field of a saved state, with hostile values: it
-works, or one or two lines say why not. No traceback, no hang, no bug.
+"""Hostile values for every public argument, every command line option and every field of a saved state: the call works,
+or fails with one or two lines. No traceback, no hang, no internal error.
 
-The arguments are read off the signatures, the options off the commands, the fields off real states: what is added later
-is tried as well. The default run takes every value for some arguments and some values for all; ``-m soak`` takes all.
+The arguments come from the signatures, the options from the commands, the fields from real states, so later additions
+are tested too. The default run tries every value for some arguments and some values for all; ``-m soak`` tries all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.loaders.numbered import put
 __all__ = ["here"]
 
 SECONDS = 60
-"""Bounds a hang; an answer takes milliseconds."""
+"""A limit that ends a hang; an answer takes milliseconds."""
 HUGE = "9" * 5000
 
 PLAIN: list[Any] = [
@@ -67,7 +67,7 @@ class _Hang(BaseException):
 
 @contextlib.contextmanager
 def answered(what: str, wrong: list[str]) -> Iterator[None]:
-    """Note in ``wrong`` what the block raises unless it is an error as the documentation promises, and a hang."""
+    """Append to ``wrong`` an exception of the block that is not a documented error, and a hang."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise _Hang
@@ -82,7 +82,7 @@ def answered(what: str, wrong: list[str]) -> Iterator[None]:
             wrong.append(f"{what}: {type(error).__name__}: {said[:200]}")
     except _Hang:
         wrong.append(f"{what}: no answer in {SECONDS} s")
-    except Exception as error:  # noqa: BLE001 - that is what is looked for
+    except Exception as error:  # noqa: BLE001 - the test searches for such exceptions
         wrong.append(f"{what}: {error!r:.200}")
     finally:
         signal.alarm(0)
@@ -90,7 +90,7 @@ def answered(what: str, wrong: list[str]) -> Iterator[None]:
 
 
 def some(values: list[Any], turn: int, *, every: int) -> list[Any]:
-    """Each ``every``-th value, others at each turn, so that all arguments together meet them all."""
+    """Return each ``every``-th value, others in each turn, so that all arguments together cover all values."""
     return values[turn % every :: every]
 
 
@@ -121,7 +121,7 @@ def arguments(call: Callable[..., Any], *without: str) -> list[str]:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Paths that are no files, and a folder for whatever is made of names like ``x``."""
+    """Return paths that are not files, and a folder for files with names like ``x``."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("CACHETOOL_CACHE", str(tmp_path / "default"))
@@ -129,7 +129,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
     (tmp_path / "file").write_text("hello")
     (tmp_path / "loop").symlink_to("loop")
     with socket.socket(socket.AF_UNIX) as listening:
-        short = os.path.relpath(tmp_path / "socket")  # names of sockets have 107 bytes
+        short = os.path.relpath(tmp_path / "socket")  # names of sockets are limited to 107 bytes
         listening.bind(short)
         yield [str(tmp_path / name) for name in ("pipe", "file", "loop", "socket", "nothing")] + [str(tmp_path)]
 
@@ -145,8 +145,8 @@ def cache(tmp_path: Path) -> Iterator[CacheDir]:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def test_options_of_pulls_and_conversions_take_values_or_refuse_them_in_a_line() -> None:
-    """All of them with every value: they are checked before anything is touched, and then are plain JSON."""
+def test_options_of_pulls_and_conversions_accept_or_refuse_any_value_in_one_line() -> None:
+    """All options with every value: they are checked before any action, and are then plain JSON."""
     pull = arguments(cachetool.Cache.pull, "source", "on", "address", "placement", "progress")
     attack(lambda **given: json.dumps(PullOptions.of(given).to_json()), pull)
     attack(lambda **given: json.dumps(SourceOptions(**given).to_json()), arguments(SourceOptions))
@@ -172,13 +172,13 @@ def _verbs(cache: CacheDir) -> list[tuple[Callable[..., Any], list[str]]]:
         *((getattr(cache, name), arguments(getattr(cache, name))) for name in ("dataset", "schema", "shards", "stats")),
         *((getattr(cache, name), arguments(getattr(cache, name))) for name in ("source", "listing")),
         (evict, arguments(cache.evict)),
-        (snapshot, arguments(cache.snapshot, "instead", "known")),  # which are objects of ours
+        (snapshot, arguments(cache.snapshot, "instead", "known")),  # these are objects of cachetool
         (lambda **given: find_shard(cache, **given), ["name"]),
         (lambda **given: read_sample(cache, **{"shard": shard, "index": 0, **given}), ["shard", "index"]),
     ]
 
 
-def test_an_open_cache_answers_every_value(cache: CacheDir, places: list[str]) -> None:
+def test_methods_of_a_cache_handle_every_value(cache: CacheDir, places: list[str]) -> None:
     for call, names in _verbs(cache):
         attack(call, names)
     attack(open_and_look, arguments(cachetool.open_cache, "notify"), every=5)
@@ -211,14 +211,14 @@ def at(cache: CacheDir, **given: Any) -> None:
 LOADER = arguments(Loader, "cache_or_paths", "transform", "wait")
 
 
-def test_loaders_answer_every_value(cache: CacheDir, places: list[str]) -> None:
+def test_loaders_handle_every_value(cache: CacheDir, places: list[str]) -> None:
     attack(lambda **given: read(cache, **given), LOADER, every=9)
     attack(lambda **given: read(**given), ["cache"], every=9)
     attack(lambda **given: at(cache, **given), ["epoch", "set_epoch", "state_behind"], every=9)
 
 
 @pytest.mark.soak
-def test_loaders_answer_every_value_of_every_argument(
+def test_loaders_handle_every_value_of_every_argument(
     cache: CacheDir, places: list[str], record_property: Callable[[str, object], None]
 ) -> None:
     import cachetool.loaders.jax as jax
@@ -262,7 +262,7 @@ def test_loaders_answer_every_value_of_every_argument(
 # -- states ------------------------------------------------------------------------------------------------------------
 
 GONE = object()
-"""In place of a value: the field is left out."""
+"""A marker that removes the field."""
 
 
 def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -300,7 +300,7 @@ def attack_state(state: Any, load: Callable[[Any], Any], *, every: int = 1) -> i
                 count += 1
                 with answered(f"{path} = {'gone' if value is GONE else type(value).__name__}", wrong):
                     load(with_field(state, path, value))
-    while deep:  # else Python itself would go too deep
+    while deep:  # otherwise Python's own recursion limit would be reached
         deep = deep.pop()
     assert not wrong, "\n".join(wrong)
     return count
@@ -321,7 +321,7 @@ def states(cache: CacheDir) -> list[tuple[Any, Callable[[Any], Any]]]:
             try:
                 loader.load_state_dict(state)
             except CacheToolError:
-                assert loader.state_dict() == before  # what is refused changes nothing
+                assert loader.state_dict() == before  # a refused state changes nothing
                 raise
             len(loader)
             list(itertools.islice(loader, 1))
@@ -336,13 +336,13 @@ def states(cache: CacheDir) -> list[tuple[Any, Callable[[Any], Any]]]:
     return [(edge, go_on), (middle, go_on), (fixed, go_on_fixed)]
 
 
-def test_a_state_of_a_loader_is_taken_or_refused_whatever_is_in_it(cache: CacheDir) -> None:
+def test_a_loader_accepts_or_refuses_a_state_with_any_values(cache: CacheDir) -> None:
     for state, load in states(cache)[:2]:
         attack_state(state, load, every=20)
 
 
 @pytest.mark.soak
-def test_states_of_all_loaders_with_every_value_in_every_field(
+def test_all_loaders_accept_or_refuse_states_with_every_value_in_every_field(
     cache: CacheDir, record_property: Callable[[str, object], None]
 ) -> None:
     import cachetool.loaders.torch as torch
@@ -370,7 +370,7 @@ STARTS = {
 
 
 def lines() -> list[tuple[str, list[str]]]:
-    """Each option and argument of each command, and the words before its value."""
+    """Yield each option and argument of each command, and the words before its value."""
     found = []
     for verb, command in get_command(program()).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
@@ -396,20 +396,20 @@ def attack_lines(here: Run, cases: list[tuple[str, list[str]]], texts: list[str]
     return count
 
 
-def test_every_option_of_the_command_line_answers_in_two_lines(here: Run, places: list[str]) -> None:
+def test_every_command_line_option_handles_hostile_values_in_two_lines(here: Run, places: list[str]) -> None:
     quick = [(name, words) for name, words in lines() if not name.endswith((" source", " input", " out"))]
     assert len(quick) > 40
     attack_lines(here, quick, TEXTS, every=14)
 
 
 @pytest.mark.soak
-def test_every_option_of_the_command_line_answers_every_text_in_two_lines(
+def test_every_command_line_option_handles_every_text_in_two_lines(
     here: Run, places: list[str], record_property: Callable[[str, object], None]
 ) -> None:
     count = attack_lines(here, lines(), [*TEXTS, *places], every=1)
     record_property("command lines tried", count)
 
 
-def test_inputs_that_are_no_files_end_at_once(here: Run, places: list[str]) -> None:
+def test_inputs_that_are_no_files_are_refused_at_once(here: Run, places: list[str]) -> None:
     cases = [("pull", ["pull"]), ("convert", ["convert", "--to", "lmdb", "--out", "out"])]
     attack_lines(here, cases, places[:1], every=1)  # a pipe

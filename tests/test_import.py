@@ -1,4 +1,4 @@
-"""What the package shows, and what it costs to import it."""
+"""The public names of the package, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAVY = (
 
 
 def loaded_after(code: str) -> set[str]:
-    """Which of the heavy libraries a fresh interpreter has loaded after ``code``."""
+    """Return the heavy libraries that a new interpreter has loaded after ``code``."""
     script = f"{code}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -49,8 +49,8 @@ def test_importing_the_library_loads_no_format_store_or_framework() -> None:
     assert loaded_after("import cachetool\ncachetool.open_cache") <= {"numpy", "sqlite3"}
 
 
-def test_what_feeds_a_trainer_loads_nothing_that_fills_or_empties_a_cache() -> None:
-    """Each of these is in the time that a loader's feeders need to start."""
+def test_feeders_load_no_module_that_fills_or_evicts_a_cache() -> None:
+    """Each module adds to the time that a loader's feeders need to start."""
     script = "import cachetool.loaders.feed.feeder, cachetool.loaders.feed.leader, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("cachetool.cache.")}
@@ -58,11 +58,11 @@ def test_what_feeds_a_trainer_loads_nothing_that_fills_or_empties_a_cache() -> N
     assert loaded.isdisjoint({"admission", "commit", "draws", "eviction", "growth", "rebuild", "repair", "stats"})
 
 
-def test_asking_the_command_line_for_help_loads_typer_and_what_it_needs_alone() -> None:
+def test_the_help_of_the_command_line_loads_only_typer_and_its_requirements() -> None:
     assert loaded_after("from cachetool.cli.app import run\nrun(['pull', '--help'])") == {"typer", "pydantic"}
 
 
-def test_a_command_loads_none_of_the_others() -> None:
+def test_a_command_loads_no_other_command() -> None:
     from cachetool.cli.app import VERBS
 
     script = "import sys; from cachetool.cli.app import run; run(['ls', '--help']); print(*sys.modules)"
@@ -70,7 +70,7 @@ def test_a_command_loads_none_of_the_others() -> None:
     assert {f"cachetool.cli.{verb}" for verb in VERBS} & {*done.stdout.split()} == {"cachetool.cli.ls"}
 
 
-def test_every_public_name_is_there_and_listed() -> None:
+def test_every_public_name_exists_and_is_listed() -> None:
     assert sorted(dir(cachetool)) == sorted(cachetool.__all__)
     for name in cachetool.__all__:
         assert getattr(cachetool, name) is not None
@@ -94,7 +94,7 @@ OPTIONAL = ("torch", "tensorflow", "lightning", "huggingface", "composer", "kera
 
 
 def public_modules() -> list[str]:
-    """Every module that can be imported without an optional library."""
+    """Return every module that can be imported without an optional library."""
     names = [found.name for found in pkgutil.walk_packages(cachetool.__path__, "cachetool.")]
     optional = tuple(f"cachetool.loaders.{name}" for name in OPTIONAL)
     return [name for name in names if not name.endswith("__main__") and not name.startswith(optional)]
@@ -123,8 +123,8 @@ def test_a_loader_without_its_library_names_the_extra(module: str, library: str)
     assert last == f"ModuleNotFoundError: this needs {library}: pip install 'cachetool[{module}]'"
 
 
-def test_public_names_stay_what_they_are_when_everything_is_loaded() -> None:
-    """A module of the same name would replace a function of the package as soon as it is imported."""
+def test_public_names_keep_their_meaning_after_all_modules_are_loaded() -> None:
+    """A module with the same name would replace a function of the package when it is imported."""
     code = (
         "import pkgutil, cachetool, cachetool.api, cachetool.pull.run, cachetool.conversion.run\n"
         "modules = {m.name for m in pkgutil.iter_modules(cachetool.__path__)}\n"

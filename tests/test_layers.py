@@ -1,7 +1,7 @@
-"""The layers of the house, read off the import statements of every module.
+"""The layers of the package, checked by the import statements of every module.
 
-A module imports only from below or from its own package, and a heavy dependency lives in one module. The table is the
-one of ``docs/architecture`` and of the design.
+A module imports only from lower layers or from its own package, and each heavy dependency has one module. The table is
+that of ``docs/architecture`` and of the design.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
 LAYERS = (
-    # a module imports from lower layers and from its own room; rooms of one layer are blind to each other
+    # a module imports from lower layers and from its own room; rooms of one layer do not import each other
     {"core"},
     {"proc"},
     {"cache", "formats", "stores"},
@@ -30,8 +30,8 @@ LAYERS = (
 LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 BLIND = {
     # room: lower rooms that it may not import
-    "sources": {"cache"},  # a source is read the same way whoever asks
-    "loaders": {"sources", "pull"},  # a trainer loads nothing that fills a cache
+    "sources": {"cache"},  # a source is read in the same way for every caller
+    "loaders": {"sources", "pull"},  # a trainer loads no module that fills a cache
     "report": set(LAYER) - {"core", "cache", "report"},
 }
 
@@ -42,7 +42,7 @@ HEAVY = {
     "lmdb": {"formats.lmdb", "sources.lmdb"},
     "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"formats.tfrecord_package"},
-    "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
+    "crc32c": {"formats", "sources.tfrecord"},  # checksums of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow"},
     "jax": {"loaders.jax"},
     "lightning": {"loaders.lightning"},
@@ -60,15 +60,15 @@ HEAVY = {
     "typer": {"cli"},
     "rich": {"cli"},
     "ray": {"cluster.engine", "cluster.connect", "cluster.agent", "loaders.ray"},
-    "click": set(),  # Typer carries its own copy; the library of that name may not be installed
-    "pickle": set(),  # never from data
-    "cloudpickle": {"loaders.feed.transform"},  # a user's own function, to processes of this user's own
+    "click": set(),  # Typer has its own copy; the library of that name may not be installed
+    "pickle": set(),  # never for data
+    "cloudpickle": {"loaders.feed.transform"},  # sends a user's own function to processes of the same user
 }
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement: the module it stands in, what it names, whether it runs at import, or never."""
+    """One import statement: its module, the imported name, and flags for imports that run at import time or never."""
 
     module: str
     target: str
@@ -78,7 +78,7 @@ class Import:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name below ``cachetool``."""
+    """Return every module of the package by its dotted name below ``cachetool``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -90,7 +90,7 @@ MODULES = modules()
 
 
 def imports(module: str, tree: ast.AST, *, at_import: bool = True, for_types: bool = False) -> Iterator[Import]:
-    """All imports of a module; those in functions and under TYPE_CHECKING do not run when it is imported."""
+    """Yield all imports of a module. Those in functions and under TYPE_CHECKING do not run when it is imported."""
     for node in ast.iter_child_nodes(tree):
         typing = for_types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
         inner = at_import and not typing
@@ -109,7 +109,7 @@ ALL = [found for name, path in MODULES.items() for found in imports(name, ast.pa
 
 
 def ours(found: Import) -> str | None:
-    """The module of the package that an import names, or None for a library."""
+    """Return the module of the package that an import names, or None for a library."""
     if found.target.split(".")[0] != "cachetool":
         return None
     name = found.target.removeprefix("cachetool").removeprefix(".")
@@ -119,18 +119,18 @@ def ours(found: Import) -> str | None:
 
 
 def allowed(room: str, target: str) -> bool:
-    """Whether a module of ``room`` may import one of the room ``target``."""
-    if target == "__init__":  # it imports nothing before a name of it is asked for
+    """Return True if a module of ``room`` may import one of the room ``target``."""
+    if target == "__init__":  # its __getattr__ imports modules only on request
         return True
     return room == target or (LAYER[target] < LAYER[room] and target not in BLIND.get(room, ()))
 
 
-def test_the_walk_sees_the_package() -> None:
+def test_the_check_finds_the_modules_of_the_package() -> None:
     assert {name.split(".")[0] for name in MODULES} == set(LAYER)
     assert any(found.module == "core.schema" and found.target == "numpy" and found.at_import for found in ALL)
 
 
-def test_a_module_imports_only_from_below_or_from_its_own_package() -> None:
+def test_a_module_imports_only_from_lower_layers_or_from_its_own_package() -> None:
     wrong = []
     for found in ALL:
         target = ours(found)
@@ -140,7 +140,7 @@ def test_a_module_imports_only_from_below_or_from_its_own_package() -> None:
     assert wrong == []
 
 
-def test_a_heavy_library_lives_in_one_module() -> None:
+def test_a_heavy_library_is_imported_by_one_module() -> None:
     wrong = []
     for found in ALL:
         homes = HEAVY.get(found.target.split(".")[0])
@@ -151,7 +151,9 @@ def test_a_heavy_library_lives_in_one_module() -> None:
 
 
 def test_the_core_does_no_input_or_output() -> None:
-    """Standard library and NumPy only, and of the former nothing that reads, writes or runs."""
+    """The core uses only the standard library and NumPy, and no standard module that reads, writes or runs
+    something.
+    """
     busy = {
         "io",
         "os",
@@ -174,7 +176,7 @@ def test_the_core_does_no_input_or_output() -> None:
 
 
 def test_no_two_modules_import_each_other() -> None:
-    """No cycle among all imports but those for type checkers, a function's own imports included."""
+    """No cycle exists among all imports, including those inside functions, except those for type checkers."""
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
     for found in ALL:
         target = ours(found)
@@ -193,7 +195,7 @@ def test_no_two_modules_import_each_other() -> None:
         visit(name, ())
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [name for name, path in MODULES.items() if len(ast.get_docstring(ast.parse(path.read_text())) or "") < 20]
 
     assert silent == []

@@ -1,6 +1,6 @@
-"""Working files and folders beside a user's: what others planted, or what the user has there, is left as it is.
+"""Working files and folders beside those of a user: planted files and the user's own files are never touched.
 
-Another user's doing is acted by root, who gives what was planted to that user.
+Root plays the other user, by giving that user the ownership of planted files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 WORKING = {"cachetool.proc.folders", "cachetool.proc.scratch"}
 CACHE = "below the root of a cache, which is this user's alone; what lies there is counted, so names are fixed"
 ALLOWED: dict[str, dict[str, str]] = {
-    # module: what it does, and why no helper does it
+    # module: its calls, and the reason why no helper makes them
     "cache.commit": {"mkdir": CACHE},
     "proc.disk": {"tempfile.TemporaryFile": "has no name"},
     "cache.holders": {"os.O_CREAT": CACHE, "mkdir": CACHE, "unlink": CACHE},
@@ -85,7 +85,7 @@ WRITERS = {"h5py.File", "lmdb.open", "zarr.open", "zarr.open_group", "zarr.creat
 
 
 def dotted(node: ast.AST) -> str:
-    """``os.path.join`` for such an expression; what is behind the last name it has otherwise."""
+    """Return ``os.path.join`` for such an expression; otherwise its last name."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value)
         return f"{before}.{node.attr}" if before else node.attr
@@ -93,7 +93,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def writes(call: ast.Call, position: int | None) -> bool:
-    """Whether a call says a mode that makes or changes a file; or one that cannot be read off the code."""
+    """Return True if a call has a mode that creates or changes a file, or a mode that the code does not show."""
     given = [word.value for word in call.keywords if word.arg == "mode"]
     if position is not None and len(call.args) > position:
         given.append(call.args[position])
@@ -101,7 +101,7 @@ def writes(call: ast.Call, position: int | None) -> bool:
 
 
 def doings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What code does to files by itself, by line; a function that is only named may be called elsewhere."""
+    """Yield the file operations of code, by line. A function that is only referenced may be called later."""
     for node in ast.walk(tree):
         name = dotted(node)
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile"):
@@ -122,11 +122,11 @@ def doings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def done_by(call: ast.Call) -> str:
-    """What a call does to a file that it names, by itself; empty for one that only reads, or writes to what is open."""
+    """Return a call's operation on a file that it names; empty if it only reads, or writes to an open file."""
     called, method = dotted(call.func), isinstance(call.func, ast.Attribute)
     last = called.rpartition(".")[2]
     first = dotted(call.args[0]) if call.args else ""
-    if called == "open":  # what is behind a descriptor was opened before
+    if called == "open":  # the file behind a descriptor was opened before
         return "open w" if writes(call, 1) and first != "fd" else ""
     if called == "lmdb.open":
         readonly = {word.arg: word.value for word in call.keywords}.get("readonly")
@@ -144,7 +144,7 @@ def done_by(call: ast.Call) -> str:
     return ""
 
 
-def test_nothing_makes_or_removes_files_but_by_the_helpers() -> None:
+def test_only_the_helpers_create_and_remove_files() -> None:
     wrong, used = [], set()
     for name, path in MODULES.items():
         if f"cachetool.{name}" in WORKING:
@@ -185,7 +185,7 @@ def test_nothing_makes_or_removes_files_but_by_the_helpers() -> None:
         ("lmdb.open(path, map_size=1)", "lmdb.open w"),
     ],
 )  # fmt: skip
-def test_the_walk_sees(code: str, doing: str) -> None:
+def test_the_check_finds_file_operations(code: str, doing: str) -> None:
     assert doing in [found for _, found in doings(ast.parse(code))]
 
 
@@ -194,7 +194,7 @@ def test_the_walk_sees(code: str, doing: str) -> None:
     ["open(x)", "open(x, 'rb')", "path.open('rb')", "text.replace('a', 'b')", "replace(row, x=1)", "names.remove(x)",
      "lmdb.open(x, readonly=True)", "h5py.File(x, 'r')", "os.open(x, os.O_RDONLY)", "tempfile.gettempdir()"],
 )  # fmt: skip
-def test_the_walk_passes(code: str) -> None:
+def test_the_check_accepts_harmless_code(code: str) -> None:
     assert list(doings(ast.parse(code))) == []
 
 
@@ -202,7 +202,7 @@ def test_the_walk_passes(code: str) -> None:
 
 
 def seen(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
-    """Everything below a folder: what it is, whose, and what it holds."""
+    """Return type, owner and contents of everything below a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         how = path.lstat()
@@ -212,7 +212,7 @@ def seen(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
 
 
 def given_away(path: Path) -> Path:
-    """The path and all below it, as another user's."""
+    """Give a path and everything below it to another user."""
     for each in [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]:
         os.lchown(each, OTHER, OTHER)
     return path
@@ -220,7 +220,7 @@ def given_away(path: Path) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """What must stay as it is: files and folders under names that working folders have inside."""
+    """Create files and folders that must not change, with names that working folders contain."""
     home = tmp_path / "home"
     for name in ("thesis/t.txt", "notes", "made/part-00000.h5", "done/part-00000.h5.json", "plan.json", "keys.npy"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=[0o777, 0o1777], ids=["group-folder", "sticky"])
 def shared(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder that others may write to, as a group's, or as /tmp is."""
+    """Create a folder that others may write to, like that of a group or like /tmp."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(request.param)
@@ -245,7 +245,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 class Here:
-    """In place of the engine: the tasks run in this process, up to so many parts."""
+    """An engine that runs the tasks in this process, up to a number of parts."""
 
     most: int | None = None
 
@@ -278,10 +278,10 @@ def convert(rows: Path, out: Path, **more: Any) -> Path:
 
 
 def interrupted(rows: Path, out: Path) -> Path:
-    """The working folder that a conversion left: two parts are whole."""
+    """Return the working folder that a conversion left, with two complete parts."""
     Here.most = 2
     try:
-        with pytest.raises(Interrupted, match=r"keeps 2 of 4 parts"):
+        with pytest.raises(Interrupted, match=r"keeps 2 of 4 files"):
             cachetool.convert(rows, to="hdf5", out=out, workers=1, shard_size=240)
     finally:
         Here.most = None
@@ -292,7 +292,7 @@ def interrupted(rows: Path, out: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------- convert --out
 
 
-def test_folders_of_the_user_are_no_working_folders_whatever_their_names(rows: Path, tmp_path: Path) -> None:
+def test_folders_of_the_user_are_never_used_as_working_folders_for_any_name(rows: Path, tmp_path: Path) -> None:
     for name in (".out.partial", ".out.partial-0123456789ab", ".out.partial-"):
         (tmp_path / name / "made").mkdir(parents=True)
         (tmp_path / name / "plan.json").write_text("{}")
@@ -308,7 +308,7 @@ def test_folders_of_the_user_are_no_working_folders_whatever_their_names(rows: P
 
 
 @as_root
-def test_links_planted_beside_the_output_lead_nowhere(rows: Path, shared: Path, home: Path) -> None:
+def test_links_planted_beside_the_output_are_not_followed(rows: Path, shared: Path, home: Path) -> None:
     for name in (".out.partial", ".out.partial-0123456789ab"):
         (shared / name).symlink_to(home)
         given_away(shared / name)
@@ -322,8 +322,10 @@ def test_links_planted_beside_the_output_lead_nowhere(rows: Path, shared: Path, 
 
 @as_root
 @pytest.mark.parametrize("whose", ["all", "the folder", "the mark"])
-def test_what_another_user_prepared_to_be_gone_on_with_is_not(rows: Path, shared: Path, home: Path, whose: str) -> None:
-    """With the right plan and the mark of a real run: its parts would be of the other's making."""
+def test_a_working_folder_prepared_by_another_user_is_not_continued(
+    rows: Path, shared: Path, home: Path, whose: str
+) -> None:
+    """The folder has the right plan and the mark of a real run, but its parts would be those of the other user."""
     left = interrupted(rows, shared / "out")
     for each in (left / "done").iterdir():
         each.write_text(json.dumps({**json.loads(each.read_text()), "file": "../../../home/notes"}))
@@ -339,7 +341,7 @@ def test_what_another_user_prepared_to_be_gone_on_with_is_not(rows: Path, shared
     assert (seen(home), seen(shared)) == before
 
 
-def test_an_interrupted_conversion_in_a_folder_of_others_goes_on(rows: Path, shared: Path) -> None:
+def test_an_interrupted_conversion_in_a_shared_folder_continues(rows: Path, shared: Path) -> None:
     made = interrupted(rows, shared / "out") / "made"
     stamps = {path.name: path.stat().st_mtime_ns for path in made.glob("part-*.h5")}
     convert(rows, shared / "out")
@@ -347,9 +349,7 @@ def test_an_interrupted_conversion_in_a_folder_of_others_goes_on(rows: Path, sha
     assert (len(stamps), os.listdir(shared)) == (2, ["out"])
 
 
-def test_a_record_that_names_another_file_than_its_own_counts_for_nothing(
-    rows: Path, tmp_path: Path, home: Path
-) -> None:
+def test_a_record_that_names_another_file_is_ignored(rows: Path, tmp_path: Path, home: Path) -> None:
     left = interrupted(rows, tmp_path / "out")
     first, second = sorted((left / "done").iterdir())
     first.write_text(json.dumps({**json.loads(first.read_text()), "file": "../../home/notes"}))
@@ -371,13 +371,13 @@ def _open_to_all(left: Path, tmp_path: Path) -> None:
 
 
 def _of_two_names(left: Path, tmp_path: Path) -> None:
-    """As when somebody links the mark into a folder of the user's that others may write to."""
+    """Give the mark a second name, like a link that somebody creates in a shared folder of the user."""
     os.link(left / ".cachetool-working", tmp_path / "elsewhere")
 
 
 def _of_another_output(left: Path, tmp_path: Path) -> None:
     left.rename(left.with_name(left.name.replace("out", "two")))
-    (tmp_path / "out").symlink_to("two")  # nothing may be written as out: the rest is about two
+    (tmp_path / "out").symlink_to("two")  # out must not be written through this link; the other checks are about two
 
 
 def _copied_text(left: Path, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def _pipe(left: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_open_to_all, _of_two_names, _of_another_output, _copied_text, _linked_mark, _pipe])
-def test_a_folder_whose_mark_does_not_prove_it_is_left_as_it_is(
+def test_a_folder_with_an_invalid_mark_is_not_touched(
     rows: Path, tmp_path: Path, change: Callable[[Path, Path], None]
 ) -> None:
     interrupted(rows, tmp_path / "out")
@@ -410,10 +410,10 @@ def test_a_folder_whose_mark_does_not_prove_it_is_left_as_it_is(
 
 
 @pytest.mark.parametrize("by", ["link", "folder"])
-def test_a_folder_that_is_swapped_while_it_is_filled_leads_nowhere(
+def test_swapping_a_working_folder_while_it_is_filled_writes_nothing_elsewhere(
     rows: Path, tmp_path: Path, home: Path, by: str
 ) -> None:
-    """In a folder without the sticky bit others may rename what is not theirs, and put something in its place."""
+    """Others may rename foreign files in a folder without the sticky bit, and put other files in their place."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -437,7 +437,7 @@ def test_a_folder_that_is_swapped_while_it_is_filled_leads_nowhere(
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link", "full"])
-def test_what_appears_under_the_name_meanwhile_stays_and_the_parts_are_kept(
+def test_a_file_that_appears_at_the_output_meanwhile_stays_and_the_parts_are_kept(
     rows: Path, tmp_path: Path, home: Path, what: str
 ) -> None:
     out = tmp_path / "out"
@@ -453,7 +453,7 @@ def test_what_appears_under_the_name_meanwhile_stays_and_the_parts_are_kept(
                 (out / "full").write_text("x") if what == "full" else None
 
     before = seen(home)
-    with pytest.raises(UsageError, match=r"made by something else meanwhile; move it away.*\n.*keeps 4 of 4 parts"):
+    with pytest.raises(UsageError, match=r"move it away, .*--out;?\n.*keeps 4 of 4 files"):
         cachetool.convert(rows, to="hdf5", out=out, workers=1, shard_size=240, progress=plant)
     assert seen(home) == before
     assert (what, out.is_symlink(), out.is_file()) == (what, what == "link", what == "file")
@@ -465,7 +465,7 @@ def test_what_appears_under_the_name_meanwhile_stays_and_the_parts_are_kept(
     assert len(stamps) == 4
 
 
-def test_the_output_has_the_modes_of_the_umask_and_nobody_sees_the_work(rows: Path, tmp_path: Path) -> None:
+def test_the_output_has_the_modes_of_the_umask_and_the_working_folder_is_private(rows: Path, tmp_path: Path) -> None:
     modes = []
 
     def look(progress: Any) -> None:
@@ -488,13 +488,13 @@ def test_a_link_of_another_user_on_the_way_to_the_output_is_refused(rows: Path, 
     (shared / "sub").symlink_to(home)
     given_away(shared / "sub")
     (shared / "mine").symlink_to(home)
-    with pytest.raises(UsageError, match=r"leads over .*sub, a link that another user \(65534\) made;\nremove"):
+    with pytest.raises(UsageError, match=r"leads through .*sub, a link that another user \(65534\) made;\nremove"):
         cachetool.convert(rows, to="hdf5", out=shared / "sub" / "out", workers=1)
     assert not (home / "out").exists()
     convert(rows, shared / "mine" / "out")
 
 
-def test_a_mark_that_is_locked_says_that_another_process_writes(rows: Path, tmp_path: Path) -> None:
+def test_a_locked_mark_means_that_another_process_writes(rows: Path, tmp_path: Path) -> None:
     work = WorkFolder.make(tmp_path, ".out.partial-", "out")
     with pytest.raises(UsageError, match="another process is writing"):
         cachetool.convert(rows, to="hdf5", out=tmp_path / "out", workers=1)
@@ -519,7 +519,7 @@ def left_by_a_killed_process(parent: Path, prefix: str) -> Path:
     return parent / name
 
 
-def test_only_what_killed_processes_of_this_user_left_is_swept(shared: Path, home: Path) -> None:
+def test_only_leftovers_of_killed_processes_of_this_user_are_removed(shared: Path, home: Path) -> None:
     prefix = "cachetool-listing-"
     mine = left_by_a_killed_process(shared, prefix)
     (shared / f"{prefix}link").symlink_to(home)
@@ -543,7 +543,7 @@ def test_only_what_killed_processes_of_this_user_left_is_swept(shared: Path, hom
     held.remove()
 
 
-def test_a_temporary_folder_that_was_swapped_is_not_emptied(tmp_path: Path, home: Path) -> None:
+def test_a_temporary_folder_that_was_replaced_is_not_emptied(tmp_path: Path, home: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -558,7 +558,7 @@ def test_a_temporary_folder_that_was_swapped_is_not_emptied(tmp_path: Path, home
     assert os.listdir(shared / "away") == []
 
 
-def test_a_new_folder_that_is_another_one_by_the_time_it_is_opened_is_not_used(
+def test_a_new_folder_that_was_replaced_before_it_is_opened_is_not_used(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, before, swapped = scratches.new_folder, seen(home), []
@@ -579,7 +579,7 @@ def test_a_new_folder_that_is_another_one_by_the_time_it_is_opened_is_not_used(
     assert swapped[1].is_symlink()
 
 
-def test_a_temporary_folder_that_is_a_link_is_followed_and_nothing_else(tmp_path: Path) -> None:
+def test_a_link_as_the_temporary_folder_is_followed_but_no_link_inside(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "cachetool-listing-mine").mkdir()
     (tmp_path / "link").symlink_to("there")
@@ -589,9 +589,7 @@ def test_a_temporary_folder_that_is_a_link_is_followed_and_nothing_else(tmp_path
     assert os.listdir(tmp_path / "there") == ["cachetool-listing-mine"]
 
 
-def test_a_folder_that_others_filled_with_mounts_or_links_goes_without_what_they_lead_to(
-    tmp_path: Path, home: Path
-) -> None:
+def test_deleting_a_folder_keeps_the_targets_of_planted_mounts_and_links(tmp_path: Path, home: Path) -> None:
     work = WorkFolder.make(tmp_path, "w-", "w-")
     (work.path / "link").symlink_to(home)
     (work.path / "deep").mkdir()
@@ -604,7 +602,7 @@ def test_a_folder_that_others_filled_with_mounts_or_links_goes_without_what_they
     assert os.listdir(tmp_path) == ["home"]
 
 
-def test_what_is_deleted_is_the_folder_that_is_open_not_what_has_its_name(tmp_path: Path, home: Path) -> None:
+def test_the_open_folder_is_deleted_and_not_another_one_with_its_name(tmp_path: Path, home: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "x").write_text("x")
     fd = os.open(tmp_path / "work", os.O_RDONLY)
@@ -632,10 +630,8 @@ def page(cache: Path, target: str | Path, **how: Any) -> subprocess.CompletedPro
 
 
 @as_root
-def test_names_that_a_page_could_be_written_by_beside_its_own_are_not_found(
-    tmp_path: Path, cache: Path, shared: Path
-) -> None:
-    """The names that were used before, for the process ids to come."""
+def test_planted_names_of_earlier_temporary_pages_are_not_used(tmp_path: Path, cache: Path, shared: Path) -> None:
+    """Earlier versions used these names, with the process ids to come."""
     target = tmp_path / "target"
     target.write_text("root:x:0:0")
     for pid in range(os.getpid(), os.getpid() + 400):
@@ -648,7 +644,7 @@ def test_names_that_a_page_could_be_written_by_beside_its_own_are_not_found(
     assert not (shared / "report.html").is_symlink()
 
 
-def test_a_page_replaces_a_file_and_what_the_user_s_link_leads_to(tmp_path: Path) -> None:
+def test_a_page_replaces_a_file_and_the_target_of_the_users_link(tmp_path: Path) -> None:
     (tmp_path / "real.html").write_text("old")
     os.link(tmp_path / "real.html", tmp_path / "hard.html")
     (tmp_path / "link.html").symlink_to("real.html")
@@ -675,7 +671,7 @@ def test_a_link_that_another_user_planted_as_the_page_is_refused(tmp_path: Path,
     assert _plain_file(named) == shared / "report.html"
 
 
-def test_what_is_no_file_stays_where_a_page_is_to_go(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_not_replaced_by_a_page(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path(os.devnull)):
         with pytest.raises(UsageError, match="it is a device, a pipe or a socket; name a file"):
@@ -686,7 +682,7 @@ def test_what_is_no_file_stays_where_a_page_is_to_go(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
 
 
-def test_a_page_on_a_standard_output_that_is_a_file_is_that_file(tmp_path: Path, cache: Path) -> None:
+def test_a_page_for_a_stdout_that_is_a_file_is_written_into_that_file(tmp_path: Path, cache: Path) -> None:
     with open(tmp_path / "out.html", "w") as out:
         assert page(cache, "/dev/stdout", stdout=out).returncode == 0
     assert "<html" in (tmp_path / "out.html").read_text()[:200]
@@ -697,7 +693,9 @@ def test_a_page_on_a_standard_output_that_is_a_file_is_that_file(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["../x", "sent/../../x", "/etc/x", "a//b", "", ".", "a\0b", 7, None])
-def test_a_name_in_a_message_leads_nowhere(tmp_path: Path, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_a_message_of_a_process_is_not_used_as_a_path(
+    tmp_path: Path, name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, before = tmp_path / "place", None
     place.mkdir()
     agent = SimpleNamespace(place=lambda: str(place))
@@ -718,14 +716,14 @@ def test_a_name_in_a_message_leads_nowhere(tmp_path: Path, name: Any, monkeypatc
     assert seen(tmp_path) == before
 
 
-def test_pieces_follow_no_link_below_the_folder(tmp_path: Path, home: Path) -> None:
+def test_received_file_pieces_follow_no_link_below_the_folder(tmp_path: Path, home: Path) -> None:
     (tmp_path / "place").mkdir()
     (tmp_path / "place" / "sub").symlink_to(home)
     (tmp_path / "place" / "file").symlink_to(home / "notes")
     os.mkfifo(tmp_path / "place" / "pipe")
     before = seen(home)
     for names in (["sub", "notes"], ["file"], ["pipe"]):
-        with pytest.raises(OSError, match=r"Not a directory|symbolic links|no plain file|No such device"):
+        with pytest.raises(OSError, match=r"Not a directory|symbolic links|not a plain file|No such device"):
             write_piece(tmp_path / "place", [Name(name) for name in names], 0, memoryview(b"x"))
     write_piece(tmp_path / "place", [Name("new"), Name("a")], 0, memoryview(b"12345"))
     write_piece(tmp_path / "place", [Name("new"), Name("a")], 3, memoryview(b"xy"))
@@ -743,7 +741,7 @@ def test_a_part_that_dataset_json_names_lies_in_its_folder(rows: Path, tmp_path:
     about = json.loads((out / "dataset.json").read_text())
     about["parts"][0]["file"] = name
     (out / "dataset.json").write_text(json.dumps(about))
-    with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool"):
+    with pytest.raises(CorruptError, match=r"dataset\.json does not fit the files"):
         open_files(out)
-    with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool"):
+    with pytest.raises(CorruptError, match=r"dataset\.json is damaged"):
         shards_at([out])

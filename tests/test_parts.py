@@ -1,4 +1,4 @@
-"""Parts of a source: several caches share its order by arithmetic, and none asks another."""
+"""Parts of a source: several caches divide its order by arithmetic, without asking each other."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Grown:
-    """A source that has grown: the sizes of its units, and how many units it had before each growth."""
+    """A source that has grown: the sizes of its units, and the number of units before each growth."""
 
     sizes: tuple[int, ...]
     ends: tuple[int, ...]
 
     def order(self, *, grown: int | None = None, **arguments: Any) -> PartOrder:
-        """The order once it has grown so many times; ``segments`` are numbers of growths."""
+        """Return the order after ``grown`` growths; ``segments`` are numbers of growths."""
         ends = self.ends[:grown]
         units = len(self.sizes) if grown is None or grown >= len(self.ends) else self.ends[grown]
         sizes = np.array(self.sizes[:units], dtype=np.int64)
@@ -76,7 +76,7 @@ def sources(draw: st.DrawFn) -> Grown:
 
 
 def every(order: PartOrder) -> list[int]:
-    """All draws in order."""
+    """Return all draws in order."""
     draws: list[int] = order[np.arange(len(order))].tolist()
     return draws
 
@@ -85,7 +85,7 @@ ARGUMENTS = {"source": sources(), "seed": st.integers(0, 2**40), "cut": st.integ
 
 
 @given(**ARGUMENTS, pass_number=st.integers(0, 3), sequential=st.booleans())
-def test_parts_are_disjoint_and_together_the_source_in_every_pass(
+def test_parts_are_disjoint_and_together_make_up_the_source_in_every_pass(
     source: Grown, seed: int, cut: int, pass_number: int, sequential: bool
 ) -> None:
     count = len(source.ends)
@@ -112,7 +112,7 @@ def test_the_first_draws_of_all_parts_are_the_first_draws_of_one_machine(
 
 
 @given(**ARGUMENTS)
-def test_a_part_has_in_pass_0_its_units_in_the_order_of_one_machine(source: Grown, seed: int, cut: int) -> None:
+def test_pass_0_of_a_part_has_its_units_in_the_order_of_one_machine(source: Grown, seed: int, cut: int) -> None:
     place = {draw: at for at, draw in enumerate(every(source.order(seed=seed)))}
     for part in range(cut):
         places = [place[draw] for draw in every(source.order(seed=seed, cut=cut, part=part))]
@@ -120,7 +120,7 @@ def test_a_part_has_in_pass_0_its_units_in_the_order_of_one_machine(source: Grow
 
 
 @given(**ARGUMENTS, pass_number=st.integers(0, 3))
-def test_a_unit_stays_in_its_part_for_ever(source: Grown, seed: int, cut: int, pass_number: int) -> None:
+def test_a_unit_always_stays_in_its_part(source: Grown, seed: int, cut: int, pass_number: int) -> None:
     for part in range(cut):
         first = every(source.order(seed=seed, cut=cut, part=part))
         later = every(source.order(seed=seed, cut=cut, part=part, pass_number=pass_number))
@@ -128,8 +128,8 @@ def test_a_unit_stays_in_its_part_for_ever(source: Grown, seed: int, cut: int, p
 
 
 @given(**ARGUMENTS, pass_number=st.integers(0, 3), began=st.integers(0, 3))
-def test_growth_moves_nothing(source: Grown, seed: int, cut: int, pass_number: int, began: int) -> None:
-    """The positions that a part has, in a pass that began after so many growths."""
+def test_growth_of_a_source_moves_no_position(source: Grown, seed: int, cut: int, pass_number: int, began: int) -> None:
+    """The positions of a part in a pass that began after so many growths."""
     began = min(began, len(source.ends))
     during = range(began, len(source.ends))
     for part in range(cut):
@@ -145,7 +145,7 @@ def test_growth_moves_nothing(source: Grown, seed: int, cut: int, pass_number: i
 
 
 @given(**ARGUMENTS, pass_number=st.integers(0, 3), data=st.data())
-def test_positions_can_be_asked_for_in_any_way_and_runs_end_where_units_do(
+def test_positions_can_be_requested_in_any_way_and_runs_end_with_their_units(
     source: Grown, seed: int, cut: int, pass_number: int, data: st.DataObject
 ) -> None:
     unit_of = np.repeat(np.arange(len(source.sizes)), source.sizes)
@@ -166,7 +166,7 @@ def test_positions_can_be_asked_for_in_any_way_and_runs_end_where_units_do(
 
 
 @given(units=st.integers(0, 300), seed=st.integers(0, 2**40), pass_number=st.integers(0, 3))
-def test_a_source_in_one_part_is_drawn_in_the_order_that_earlier_releases_draw_it_in(
+def test_a_source_in_one_part_is_drawn_in_the_order_of_earlier_releases(
     units: int, seed: int, pass_number: int
 ) -> None:
     at = np.arange(units)
@@ -179,7 +179,7 @@ def test_a_source_in_one_part_is_drawn_in_the_order_that_earlier_releases_draw_i
 
 
 def test_the_order_of_a_part_is_the_same_in_every_release() -> None:
-    """Draws of a cache are recorded as positions; a changed order would repeat and lose samples."""
+    """A cache records draws as positions. Another order would repeat and lose samples."""
     sizes = np.array([4, 4, 3, 1, 5])
     assert every(PartOrder(sizes, seed=7)) == ONE
     assert every(PartOrder(sizes, seed=7, pass_number=2)) == ONE_LATER
@@ -208,7 +208,7 @@ UNITS = 60
 
 
 def new_source(cache: CacheDir, folder: Path, cut: int, parts: Iterable[int]) -> None:
-    """A source of units that are one sample each, of which the cache draws these parts."""
+    """Create a source whose units are one sample each. The cache draws these parts of it."""
     cache.declare("default", SCHEMA)
     folder.mkdir()
     (folder / "listing.json").write_text("{}")
@@ -218,19 +218,19 @@ def new_source(cache: CacheDir, folder: Path, cut: int, parts: Iterable[int]) ->
 
 
 def redeal(cache: CacheDir, parts: Iterable[int], cut: int = 4) -> None:
-    """Draw these parts and no other from now on."""
+    """Make the cache draw only these parts from now on."""
     assign(cache, SOURCE, cut, {part: part_size(UNITS, part, cut) for part in parts}, (), repart=True, beside=True)
 
 
 def begin(cache: CacheDir, **more: Any) -> str:
-    """A new job."""
+    """Begin a new job."""
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         return draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None, **more)[0]
 
 
 def claimed(cache: CacheDir, job: str, most: int = 4) -> draws.Claim | None:
-    """A new claim."""
+    """Take a new claim."""
     with cache.catalog.write() as connection:
         return draws.claim(
             connection, job, holder=cache.holder.id, most=most, limit=lambda part, upto: part_size(upto, part, 4)
@@ -238,7 +238,7 @@ def claimed(cache: CacheDir, job: str, most: int = 4) -> draws.Claim | None:
 
 
 def commit(cache: CacheDir, job: str, claim: draws.Claim) -> str:
-    """A shard of a claim."""
+    """Commit a shard of a claim."""
     origin = Origin(SOURCE, "/nowhere", claim.pass_number, ((claim.start, claim.stop),), claim.part)
     size = claim.stop - claim.start
     return put_shard(
@@ -248,7 +248,7 @@ def commit(cache: CacheDir, job: str, claim: draws.Claim) -> str:
 
 
 def state(cache: CacheDir) -> tuple[Any, ...]:
-    """What a rebuild has to give back."""
+    """Return the state that a rebuild must restore."""
     row = cache.source(SOURCE)
     assert row is not None
     shards = cache.catalog.rows("SELECT part, pass_number, draws FROM shards WHERE state = 'ready'")
@@ -297,7 +297,7 @@ def test_a_rebuild_keeps_parts_and_their_shards_after_any_changes(
     with cachetool.open_cache(folder / "cache") as cache:
         cut, pass_number, parts, shards, claims = state(cache)
         assert (cut, {part.number for part in parts}) == (before[0], {part.number for part in before[2]})
-        # A pass that was begun and not drawn in, and draws claimed since the last record, are in no record.
+        # The records contain neither a pass without draws nor draws claimed since the last record.
         if pass_number == before[1]:
             assert shards == before[3]
             for now, then in zip(parts, before[2], strict=True):
@@ -307,7 +307,7 @@ def test_a_rebuild_keeps_parts_and_their_shards_after_any_changes(
         assert contradiction(cache.catalog, cache.layout) is None
 
 
-def test_workers_claim_from_the_own_part_that_is_least_drawn(tmp_path: Path) -> None:
+def test_workers_claim_from_their_least_drawn_part(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 3])
         job = begin(cache)
@@ -317,13 +317,13 @@ def test_workers_claim_from_the_own_part_that_is_least_drawn(tmp_path: Path) -> 
         ]  # fmt: skip
 
 
-def test_a_position_asked_for_is_a_limit_of_each_part(tmp_path: Path) -> None:
+def test_a_requested_position_limits_each_part(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 2])
         job = begin(cache, upto=10)  # 0 1 2 3 0 1 2 3 0 1
         first = [claimed(cache, job, most=9) for _ in range(3)]
         assert [(c.part, c.start, c.stop) for c in first if c] == [(1, 0, 3), (2, 0, 2)]
-        other = begin(cache, upto=6)  # beside it: nothing that it may draw is left
+        other = begin(cache, upto=6)  # at the same time: no draw is left for it
         assert claimed(cache, other) is None
         with cache.catalog.write() as connection:
             draws.give_back(connection, cache.holder.id, job)
@@ -334,8 +334,8 @@ def test_a_position_asked_for_is_a_limit_of_each_part(tmp_path: Path) -> None:
         assert [(c.part, c.start, c.stop) for c in rest if c] == [(2, 1, 2), (1, 2, 3), (2, 2, 3)]
 
 
-def test_a_claim_of_a_released_part_commits_nothing_though_the_part_comes_back(tmp_path: Path) -> None:
-    """The positions may be in a claim of another worker by then."""
+def test_a_claim_of_a_released_part_commits_nothing_even_after_the_part_returned(tmp_path: Path) -> None:
+    """Another worker may have claimed the positions by then."""
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1])
         job = begin(cache)
@@ -353,7 +353,7 @@ def test_a_claim_of_a_released_part_commits_nothing_though_the_part_comes_back(t
         assert [tuple(row) for row in cache.catalog.rows("SELECT state, samples FROM shards")] == [("ready", 4)]
 
 
-def test_a_released_part_leaves_with_its_shards_and_a_reader_keeps_them(tmp_path: Path) -> None:
+def test_a_released_part_is_removed_with_its_shards_while_a_reader_keeps_them(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 2])
         job = begin(cache)
@@ -372,7 +372,7 @@ def test_a_released_part_leaves_with_its_shards_and_a_reader_keeps_them(tmp_path
         assert (row["reason"], row["samples"]) == ("moved", 8)
 
 
-def test_a_rebuild_leaves_out_what_is_left_of_a_part_that_was_released(tmp_path: Path) -> None:
+def test_a_rebuild_omits_remaining_shards_of_a_released_part(tmp_path: Path) -> None:
     root, aside = tmp_path / "cache", tmp_path / "aside"
     with cachetool.open_cache(root, max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 2])
@@ -394,7 +394,7 @@ def test_a_rebuild_leaves_out_what_is_left_of_a_part_that_was_released(tmp_path:
         assert row.parts == (Part(1, 4, 15),)
 
 
-def test_the_next_pass_begins_when_all_own_parts_are_drawn(tmp_path: Path) -> None:
+def test_the_next_pass_begins_when_all_parts_of_the_cache_are_drawn(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1, 2])
         job = begin(cache)
@@ -416,20 +416,20 @@ def test_the_next_pass_begins_when_all_own_parts_are_drawn(tmp_path: Path) -> No
 
 
 def write(folder: Path, numbers: Iterable[int]) -> None:
-    """Samples named by their numbers."""
+    """Write samples named by their numbers."""
     folder.mkdir(exist_ok=True)
     for number in numbers:
         np.save(folder / f"{number:04d}.npy", np.full(30, number, "f4"))
 
 
 def pulled(root: Path, source: Path, **options: Any) -> cachetool.pull.run.PullResult:
-    """The result of a pull into a cache of its own."""
+    """Return the result of a pull into its own cache."""
     with cachetool.open_cache(root, max_size="20MB") as cache:
         return cache.pull(source, **{"workers": 1, "shard_size": 2000, **options})
 
 
 def keys_in(*roots: Path) -> Counter[str]:
-    """How often each key is in these caches."""
+    """Return how often each key is in these caches."""
     count: Counter[str] = Counter()
     for root in roots:
         with cachetool.open_cache(root) as cache:
@@ -440,14 +440,14 @@ def keys_in(*roots: Path) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hundred samples."""
+    """Create a hundred samples."""
     made = tmp_path_factory.mktemp("source") / "samples"
     write(made, range(100))
     return made
 
 
 @pytest.mark.parametrize(("parts", "nodes"), [(None, 3), (8, 2)])
-def test_caches_of_all_parts_have_together_what_one_machine_draws(
+def test_caches_of_all_parts_together_have_the_draws_of_one_machine(
     folder: Path, tmp_path: Path, parts: int | None, nodes: int
 ) -> None:
     pulled(tmp_path / "one", folder, samples=41, seed=5)
@@ -461,12 +461,12 @@ def test_caches_of_all_parts_have_together_what_one_machine_draws(
         assert pulled(root, folder, **arguments).samples == 0, "the same command adds nothing"
     assert keys_in(*roots) == one
     for root in roots:
-        result = pulled(root, folder, all=True)  # it knows its parts
+        result = pulled(root, folder, all=True)  # the cache knows its parts
         assert (result.pass_complete, result.cut) == (True, parts or nodes)
     assert keys_in(*roots) == Counter(f"{number:04d}" for number in range(100))
 
 
-def test_rows_of_a_file_are_parted_by_what_is_fetched_together(tmp_path: Path) -> None:
+def test_rows_that_are_fetched_together_belong_to_the_same_part(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.arange(210).reshape(70, 3), chunks=(4, 3), compression="gzip")
     pulled(tmp_path / "one", tmp_path / "a.h5", samples=23, seed=2)
@@ -481,7 +481,7 @@ def test_rows_of_a_file_are_parted_by_what_is_fetched_together(tmp_path: Path) -
     assert keys_in(*roots).total() == 70
 
 
-def test_another_pass_draws_the_same_parts_again(folder: Path, tmp_path: Path) -> None:
+def test_a_further_pass_draws_the_same_parts(folder: Path, tmp_path: Path) -> None:
     pulled(tmp_path / "cache", folder, part="1/4", all=True)
     before = keys_in(tmp_path / "cache")
     with cachetool.open_cache(tmp_path / "cache") as cache:
@@ -495,8 +495,8 @@ def test_another_pass_draws_the_same_parts_again(folder: Path, tmp_path: Path) -
         assert Counter(keys(cache)) == before
 
 
-def test_parts_that_a_pull_brought_meanwhile_are_not_lost(folder: Path, tmp_path: Path) -> None:
-    """Whoever looked before them is refused when it is to take them away."""
+def test_parts_that_a_pull_added_meanwhile_are_not_lost(folder: Path, tmp_path: Path) -> None:
+    """A change that was planned before is refused when it would remove them."""
     pulled(tmp_path / "cache", folder, samples=40, part="0/2")
     with CacheDir(tmp_path / "cache") as cache:
         [source] = cache.catalog.rows("SELECT id FROM sources")
@@ -507,7 +507,7 @@ def test_parts_that_a_pull_brought_meanwhile_are_not_lost(folder: Path, tmp_path
         assert keys_in(tmp_path / "cache") == before
 
 
-def test_a_change_of_parts_that_is_cut_off_changes_nothing(
+def test_an_interrupted_change_of_parts_changes_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pulled(tmp_path / "cache", folder, samples=40, part="0/2")
@@ -536,20 +536,20 @@ def test_parts_are_not_taken_from_a_pull_that_draws_them(folder: Path, tmp_path:
                 connection, source["id"], holder=cache.holder.id, wanted=1, seed=None, room=Room(), next_pass=False
             )
         for repart in (False, True):
-            with pytest.raises(UsageError, match="another pull draws other parts"):
+            with pytest.raises(UsageError, match="another pull is drawing other parts"):
                 assign(cache, source["id"], 2, {1: 50}, (), repart=repart)
         assign(cache, source["id"], 2, {1: 50}, (), repart=True, beside=True)
         assert [part["part"] for part in cache.catalog.rows("SELECT part FROM parts")] == [1]
 
 
-def test_a_source_that_its_pull_took_back_meanwhile_has_no_parts(tmp_path: Path) -> None:
+def test_a_source_that_its_pull_withdrew_meanwhile_has_no_parts(tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
         new_source(cache, tmp_path / "listing", 4, [1])
-        with pytest.raises(UsageError, match="failed and took it back"):
+        with pytest.raises(UsageError, match="another pull of this source failed"):
             assign(cache, "88" * 8, 2, {1: 50}, (), repart=False)
 
 
-def test_the_same_share_by_other_numbers_goes_on_with_those_of_the_cache(folder: Path, tmp_path: Path) -> None:
+def test_the_same_units_in_other_part_numbers_continue_with_the_caches_numbers(folder: Path, tmp_path: Path) -> None:
     pulled(tmp_path / "cache", folder, samples=40, part="1/2")
     before = keys_in(tmp_path / "cache")
     for asked in ({"part": "1,3/4"}, {"part": "1/2", "parts": 64}):
@@ -568,40 +568,40 @@ def test_the_same_share_by_other_numbers_goes_on_with_those_of_the_cache(folder:
         max_size=2,
     )
 )
-def test_two_shares_are_the_same_when_they_have_the_same_units(shares: list[tuple[int, set[int]]]) -> None:
+def test_two_sets_of_parts_are_equal_if_they_have_the_same_units(shares: list[tuple[int, set[int]]]) -> None:
     first, second = ({unit for unit in range(12 * 11) if unit % cut in parts} for cut, parts in shares)
     assert is_same_share(*shares) == (first == second)
 
 
-def test_a_background_pull_of_another_share_than_one_that_draws_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_background_pull_of_other_parts_than_a_running_pull_is_refused(folder: Path, tmp_path: Path) -> None:
     with (
         cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache,
         cachetool.BackgroundPull(cache, folder, part="0/2") as first,
     ):
         until(lambda: first.progress().phase == "all is in the cache")
-        with pytest.raises(UsageError, match="another pull draws other parts"):
+        with pytest.raises(UsageError, match="another pull is drawing other parts"):
             cachetool.BackgroundPull(cache, folder, part="1/2")
         with cachetool.BackgroundPull(cache, folder, part="0,2/4") as same:
             assert same.error is None
 
 
-def test_a_background_pull_that_waits_ends_when_the_other_turns_out_to_draw_another_share(
+def test_a_waiting_background_pull_ends_if_the_running_pull_draws_other_parts(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = PullOptions(part="1/2", follow=True)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        with cache.catalog.write() as connection:  # a pull that lists the source
+        with cache.catalog.write() as connection:  # a pull that is listing the source
             take_over(connection, source_id(str(folder), options), url="", dataset="default", holder=cache.holder)
         with cachetool.BackgroundPull(cache, folder, part="1/2") as pull:
             assert pull.error is None
             cache.pull(folder, samples=10, part="0/2")
-            assert "another pull draws other parts" in until(lambda: pull.error)
-            assert "another pull draws other parts" in capfd.readouterr().err
+            assert "another pull is drawing other parts" in until(lambda: pull.error)
+            assert "another pull is drawing other parts" in capfd.readouterr().err
             with pytest.raises(UsageError):
                 pull.check()
 
 
-def test_a_cache_that_would_lose_samples_is_refused_and_with_repart_lets_them_go(folder: Path, tmp_path: Path) -> None:
+def test_a_change_of_parts_that_loses_samples_is_refused_without_repart(folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "cache"
     pulled(root, folder, samples=40, part="0,1/4")
     before = keys_in(root)
@@ -614,17 +614,17 @@ def test_a_cache_that_would_lose_samples_is_refused_and_with_repart_lets_them_go
     half = keys_in(root)
     assert len(half) == 10
     assert half < before
-    pulled(root, folder, samples=40, part="0,1/4")  # back, from its beginning
+    pulled(root, folder, samples=40, part="0,1/4")  # the part again, from its start
     assert keys_in(root) == before
     said = run_command(
         "pull", str(folder), "--part", "0/1", "--samples", "40", "--repart", "--cache", str(root), folder=tmp_path
     ).stdout
-    assert "\nreleased 20 samples of other parts\n" in said
+    assert "\nremoved 20 samples of other parts\n" in said
     pulled(tmp_path / "one", folder, samples=40)
     assert keys_in(root) == keys_in(tmp_path / "one")
 
 
-def test_of_nodes_with_one_listing_the_first_lists_for_all(tmp_path: Path) -> None:
+def test_the_first_of_several_nodes_lists_for_all(tmp_path: Path) -> None:
     source, shared = tmp_path / "source", tmp_path / "shared"
     shared.mkdir()
     write(source, range(40))
@@ -643,12 +643,12 @@ def test_of_nodes_with_one_listing_the_first_lists_for_all(tmp_path: Path) -> No
     assert late.listing == again[0].listing
     assert keys_in(tmp_path / "late") < keys_in(tmp_path / "0")
     pulled(tmp_path / "own", source, part="0/2", samples=2)
-    with pytest.raises(UsageError, match="another listing than this cache"):
+    with pytest.raises(UsageError, match="--listing"):
         pulled(tmp_path / "own", source, part="0/2", samples=2, listing=shared)
 
 
-def test_a_pull_goes_on_when_a_part_that_it_draws_is_released(folder: Path, tmp_path: Path) -> None:
-    """Its worker drops what it has of that part, and claims again."""
+def test_a_pull_continues_when_one_of_its_parts_is_released(folder: Path, tmp_path: Path) -> None:
+    """The pull's worker drops the unfinished samples of that part, and takes a new claim."""
     pulled(tmp_path / "cache", folder, part="0,1/4", samples=1)
     with cachetool.open_cache(tmp_path / "cache") as cache:
         (source,) = cache.catalog.rows("SELECT id FROM sources")
@@ -683,8 +683,8 @@ def test_a_pull_goes_on_when_a_part_that_it_draws_is_released(folder: Path, tmp_
     assert len(keys_in(tmp_path / "cache")) == 25
 
 
-def test_eight_nodes_killed_at_random_have_together_what_one_machine_draws(digits: Path, tmp_path: Path) -> None:
-    """Whole trees of processes, by SIGKILL; a node is started again by the same command."""
+def test_eight_randomly_killed_nodes_together_have_the_draws_of_one_machine(digits: Path, tmp_path: Path) -> None:
+    """SIGKILL hits whole trees of processes. The same command restarts a node."""
     nodes, samples, rng = 8, 700, random.Random(8)
     roots, shared = [tmp_path / str(number) for number in range(nodes)], tmp_path / "shared"
     shared.mkdir()
@@ -709,7 +709,7 @@ def test_eight_nodes_killed_at_random_have_together_what_one_machine_draws(digit
         process, before = running[number], shards(number)
         while process.poll() is None and shards(number) == before:
             time.sleep(0.01)
-        time.sleep(0.1 * rng.random())  # the moment of a kill is the fault itself
+        time.sleep(0.1 * rng.random())  # the random moment of a kill is the fault itself
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -736,7 +736,7 @@ def test_eight_nodes_killed_at_random_have_together_what_one_machine_draws(digit
         (None, None, None),
     ],
 )
-def test_the_parts_of_a_node_are_those_that_are_its_number_modulo_the_nodes(
+def test_a_node_has_the_parts_congruent_to_its_number_modulo_the_nodes(
     part: str | None, parts: int | None, share: object
 ) -> None:
     assert PullOptions(part=part, parts=parts).share == share
@@ -750,7 +750,7 @@ def test_the_parts_of_a_node_are_those_that_are_its_number_modulo_the_nodes(
         {"part": 3}, {"listing": ""},
     ],
 )  # fmt: skip
-def test_parts_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_impossible_parts_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         PullOptions(**options)
 
@@ -778,7 +778,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "part"), [(_SLURM, "2/5"), (_TORCHRUN, "1/3"), ({**_SLURM, **_TORCHRUN}, "2/5")]
 )
-def test_a_background_pull_takes_its_part_from_the_job(
+def test_a_background_pull_reads_its_part_from_the_jobs_environment(
     environment: dict[str, str], part: str, folder: Path, tmp_path: Path, no_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -806,7 +806,7 @@ def test_a_background_pull_takes_its_part_from_the_job(
         ({**_TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
     ],
 )
-def test_a_job_that_does_not_say_which_node_this_is_is_refused(
+def test_a_job_without_the_number_of_the_node_is_refused(
     environment: dict[str, str], missing: str, tmp_path: Path, no_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -816,7 +816,7 @@ def test_a_job_that_does_not_say_which_node_this_is_is_refused(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_pull_and_stats_say_the_parts_and_the_listing(folder: Path, tmp_path: Path) -> None:
+def test_a_pull_and_stats_report_the_parts_and_the_listing(folder: Path, tmp_path: Path) -> None:
     cache = ("--cache", str(tmp_path / "cache"))
     said = run_command(
         "pull", str(folder), "--part", "1/4", "--parts", "8", "--samples", "9", *cache, folder=tmp_path
@@ -824,5 +824,5 @@ def test_a_pull_and_stats_say_the_parts_and_the_listing(folder: Path, tmp_path: 
     assert "parts 1,5 of 8, listing " in said
     digest = said.partition("listing ")[2].split()[0]
     again = run_command("pull", str(folder), "--samples", "9", *cache, folder=tmp_path).stdout
-    assert "nothing was left to draw: of a source in parts --samples counts for all nodes" in again
+    assert "nothing was left to draw: with --part, --samples counts for all nodes" in again
     assert f"parts 1,5 of 8, listing {digest}" in run_command("stats", *cache, folder=tmp_path).stdout

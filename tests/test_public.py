@@ -33,8 +33,8 @@ PUBLIC = {
     "cachetool.core.block": "BLOCK_BYTES Block Column Ragged",
     "cachetool.core.extents": "EXTENTS_FILE Extents FieldExtents",
     "cachetool.formats": "Format Reader Writer Written format_for format_names get_format",
-    "cachetool.core.options": "Address Declared MinEpochs On OnError Option Options Policy RoomWait Workers choice"
-    " declared takes unknown_option",
+    "cachetool.core.options": "Address Declared MinEpochs On OnError Option Options Policy RoomWait Workers arguments"
+    " choice declared documents takes unknown_option",
     "cachetool.sources.base": "Hurry Probe ReadResult Reading Skipped Source unhurried",
     "cachetool.sources.options": "ImageSize Pixels SourceOptions image_size",
     "cachetool.sources.registry": "check_place list_source open_source refuse_empty",
@@ -64,8 +64,10 @@ def listed(module: str) -> list[str]:
 
 
 def defined(module: str, name: str) -> Definition | str | None:
-    """Where a name is written down: a function or class, or the string under a constant; None for a constant of
-    another library's making."""
+    """Return the definition of a name: a function, a class, or the string under a constant.
+
+    None stands for a constant that another library defines.
+    """
     tree = parsed(module)
     for node in ast.walk(tree):  # also under TYPE_CHECKING
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cachetool"):
@@ -85,7 +87,7 @@ def defined(module: str, name: str) -> Definition | str | None:
 
 
 def definitions(module: str, name: str) -> list[tuple[str, Definition, str]]:
-    """What is public of a name: itself, and of a class its methods; with the docstring of the class."""
+    """Return the public parts of a name: itself, and the methods of a class, each with the docstring of the class."""
     node = defined(module, name)
     if not isinstance(node, Definition):
         return []

@@ -1,4 +1,4 @@
-"""A process that :mod:`tests.zygote` forks is what a real one would be."""
+"""A process that :mod:`tests.zygote` forks behaves like a real one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ sys.exit("that is all")
 
 
 class Ran(NamedTuple):
-    """All that a process says of itself, and how it ends."""
+    """The self-description of a process, and its end."""
 
     said: dict[str, object]
     read: list[str]
@@ -57,7 +57,7 @@ class Ran(NamedTuple):
 
 
 def run(flags: list[str], environment: dict[str, str]) -> tuple[Ran, bool]:
-    """What a process says, and whether it was forked."""
+    """Return the self-description of a process, and True if it was forked."""
     reader, writer = os.pipe()
     os.write(writer, b"by a descriptor")
     os.close(writer)
@@ -73,7 +73,7 @@ def run(flags: list[str], environment: dict[str, str]) -> tuple[Ran, bool]:
 
 
 @pytest.mark.parametrize("flags", [[], ["-W", "ignore"]])
-def test_it_has_all_that_a_real_process_has(
+def test_a_forked_process_has_everything_that_a_real_process_has(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_it_has_all_that_a_real_process_has(
     assert state == real
 
 
-def test_another_interpreter_is_a_real_process() -> None:
+def test_another_interpreter_is_started_as_a_real_process() -> None:
     assert not run([], {**os.environ, "PYTHONHASHSEED": "1"})[1]
     assert not run(["-W", "error"], {**os.environ})[1]
 
@@ -107,7 +107,7 @@ def test_another_interpreter_is_a_real_process() -> None:
         ("1 / 0", 1),
     ],
 )
-def test_it_ends_as_a_real_process_does(code: str, ends: int) -> None:
+def test_a_forked_process_ends_like_a_real_process(code: str, ends: int) -> None:
     process = started([sys.executable, "-c", f"print(1)\nimport sys\nif 'numpy' in sys.modules: print(2)\n{code}"])
     out, _ = process.communicate()
     assert process.returncode == ends

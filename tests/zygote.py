@@ -1,22 +1,26 @@
-"""Processes of ours that fork from one that has imported what they need: some thousand are started by the tests, and
-each would spend 0.15 to 0.25 s of processor on NumPy and on our own modules before it does anything.
+"""Processes of cachetool in tests, forked from a process that has imported what they need.
 
-A *zygote* is a process that has one thread, has imported much and used nothing. Whoever starts processes by
-:mod:`cachetool.proc.parent` in the tests, which is a pytest process, a command of :mod:`tests.commands` or a worker of
-one, asks its own zygote for each::
+The tests start some thousand processes. Each would otherwise spend 0.15 to 0.25 s of CPU time on importing NumPy and
+cachetool.
+
+A *zygote* is a process with one thread that has imported much and used nothing. In the tests, each process that
+starts others by :mod:`cachetool.proc.parent` (a pytest process, a command of :mod:`tests.commands`, or a worker of
+one) asks its own zygote for each of them::
 
     starter --- the program, environment, folder, descriptors ---> zygote --- clone(CLONE_PARENT) ---> process
             <-- its pid --------------------------------------------
 
-The new process has to be a child of the *starter*: that waits for it, and the kernel tells it when the starter is
-gone. A fork of the zygote would be the zygote's child; with ``CLONE_PARENT`` it is one of the zygote's parent, so each
-starter has a zygote that it started itself. pytest's is a program, as pytest has imported and done too much to fork
-from; that of a command or a worker is a fork that it makes before it does anything else, for some milliseconds.
+The new process must be a child of the *starter*: the starter waits for it, and the kernel tells the child when the
+starter has ended. A fork of the zygote would be the zygote's child. With ``CLONE_PARENT`` it becomes a child of the
+zygote's parent, so each starter has its own zygote as a child. pytest's zygote is a separate program, because pytest
+has imported and done too much to be forked. The zygote of a command or worker is a fork that it makes before it does
+anything else, in some milliseconds.
 
-It then has what a new program would: session, folder, mask, environment, signals, descriptors, ``__main__``. It differs
-in what an interpreter or a C library reads when it begins (so a start with another ``PYTHON...`` or ``LANG``, or with
-flags, limits or a user of its own, is a real one), in ``/proc/.../environ``, and in modules that are there unasked.
-Tests of such things have the fixture ``real_processes``; ``TESTS_EXEC=1 pytest`` starts all processes as users do.
+The new process then has everything that a new program would have: session, folder, mask, environment, signals,
+descriptors, ``__main__``. It differs only in settings that an interpreter or a C library reads at its start, in
+``/proc/.../environ``, and in modules that are imported already. A start with another ``PYTHON...`` or ``LANG``, with
+flags, limits or another user is therefore a real one. Tests of such things use the fixture ``real_processes``;
+``TESTS_EXEC=1 pytest`` starts all processes as users do.
 """
 
 from __future__ import annotations
@@ -47,22 +51,24 @@ from cachetool.proc import parent
 __all__ = ["EXEC", "fork_zygote", "import_all", "use_zygote"]
 
 EXEC = "TESTS_EXEC"
-"""The variable that asks for real processes."""
+"""The variable that requests real processes."""
 
 _CLONE, _GET_ROBUST_LIST, _SET_ROBUST_LIST = 56, 274, 273  # of x86-64
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
 _POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 _LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
-_PYTHON = sys.executable  # a test may put another one there
+_PYTHON = sys.executable  # a test may replace it
 _NO_MATTER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
-"""The first is in the program, the second is for streams that ours do not write to, the third is looked at later."""
+"""Variables that need no real process: the first is part of the program, the second is for streams that cachetool does
+not write to, the third is read later.
+"""
 _python = ctypes.PyDLL(None)
-"""The interpreter and the C library, called without giving the GIL away: what forks Python has to hold it."""
+"""The interpreter and the C library, called without releasing the GIL, because a fork of Python must hold it."""
 
 
 def import_all() -> None:
-    """Import what most processes need. obstore and pyarrow are left out: they start threads, which forks lack."""
+    """Import the modules that most processes need, except obstore and pyarrow: they start threads, which forks lack."""
     for module in (
         "h5py",
         "lmdb",
@@ -82,19 +88,20 @@ def import_all() -> None:
     ):
         import_module(module)
     gc.collect()
-    gc.freeze()  # else the first collection in each fork looks at, and so copies, all of it
+    gc.freeze()  # otherwise the first garbage collection in each fork would touch, and so copy, all of it
 
 
 class _Zygote:
-    """The zygote of this process, as far as it is known to the starter."""
+    """The zygote of this process, as its starter sees it."""
 
     def __init__(self, line: socket.socket) -> None:
         self.owner, self._line, self._lock = os.getpid(), line, threading.Lock()
         self._fixed = _fixed(os.environ)
 
     def start(self, flags: list[str], code: str, fds: dict[int, int], env: dict[str, str]) -> int:
-        """The pid of a process that runs ``code`` with these descriptors by their numbers there; 0 where the zygote
-        cannot make what a real one would be."""
+        """Return the pid of a process that runs ``code`` with these descriptors under their numbers there. Return 0 if
+        the zygote cannot make an equivalent of a real process.
+        """
         if os.getpid() != self.owner or _fixed(env) != self._fixed:
             return 0
         ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
@@ -107,7 +114,8 @@ class _Zygote:
                 finally:
                     os.close(here)
                 return int(self._line.recv(100) or b"0")
-        except OSError:  # it is gone; or the folder, a descriptor: a real process says what is wrong
+        # the zygote has ended, or a folder or descriptor is invalid: a real process reports the problem
+        except OSError:
             return 0
 
 
@@ -115,7 +123,7 @@ _zygote: _Zygote | None = None
 
 
 def _fixed(env: Any) -> tuple[Any, ...]:
-    """What a running process cannot take over from its starter, or not all of it."""
+    """Return the settings that a running process cannot fully adopt from its starter."""
     begins = ("PYTHON", "LD_", "LC_", "LANG")
     names = {name: env[name] for name in env if name.startswith(begins) and name not in _NO_MATTER}
     return names, os.getresuid(), os.getresgid(), [resource.getrlimit(limit) for limit in _LIMITS]
@@ -127,7 +135,7 @@ def _umask() -> int:
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """A ``Popen`` whose process the zygote makes, where it can."""
+    """A ``Popen`` whose process the zygote makes if possible."""
 
     def _execute_child(self, args: Any, *how: Any) -> None:
         _, before, _, pass_fds, cwd, env, _, _, shell, *pipes = how[:15]
@@ -150,7 +158,7 @@ class _Popen(subprocess.Popen[bytes]):
 
 
 def use_zygote() -> None:
-    """Have this process start others from its zygote, which begins when the first is started."""
+    """Make this process start others from its zygote, which starts with the first of them."""
     if _POSSIBLE and EXEC not in os.environ:
         ours = types.ModuleType("subprocess")
         vars(ours).update(vars(subprocess), Popen=_Popen)
@@ -158,8 +166,9 @@ def use_zygote() -> None:
 
 
 def _ready() -> _Zygote | None:
-    """The zygote of this process; begun, if need be, by its main thread, since the kernel takes the end of the thread
-    that started a process for that of its starter."""
+    """Return the zygote of this process. If necessary the main thread starts it, because the kernel treats the end of
+    the thread that started a process as the end of its starter.
+    """
     global _zygote
     if _zygote is None and threading.get_native_id() == os.getpid():
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -168,7 +177,7 @@ def _ready() -> _Zygote | None:
                 [sys.executable, "-m", "tests.zygote", str(its.fileno()), str(os.getpid()), " " * 8000],
                 pass_fds=[its.fileno()],
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not be in a fork
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not exist in a fork
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -178,7 +187,7 @@ def _ready() -> _Zygote | None:
 
 
 def fork_zygote() -> None:
-    """Have this process, which has done nothing yet, start others from a fork of itself."""
+    """Make this process, which has done nothing yet, start others from a fork of itself."""
     global _zygote
     use_zygote()
     if not _POSSIBLE or EXEC in os.environ:
@@ -193,12 +202,12 @@ def fork_zygote() -> None:
 
 
 def _serve(line: socket.socket, starter: int) -> NoReturn:
-    """Make processes until the starter is gone; return in none of them but by their end."""
+    """Make processes until the starter has ended. In a new process, return only through its end."""
     _python.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != starter or len(os.listdir("/proc/self/task")) > 1:
         os._exit(0)
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(sign, signal.SIG_IGN)  # what ends the starter is for it
+        signal.signal(sign, signal.SIG_IGN)  # a signal that ends the starter is meant for the starter
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
@@ -216,10 +225,10 @@ def _serve(line: socket.socket, starter: int) -> NoReturn:
 
 
 def _fork_beside() -> int:
-    """``os.fork()``, but for whose child it makes.
+    """Fork like ``os.fork()``, but as a child of this process's parent.
 
-    As the C library does in its own fork, the kernel is told where a process keeps its number and its list of locks,
-    by which the next holder of an LMDB lock learns that the last one died.
+    As the C library's own fork does, tell the kernel where the process keeps its thread id and its list of robust
+    locks. By that list, the next holder of an LMDB lock learns that the last holder died.
     """
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
     number, locks, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -237,7 +246,7 @@ def _fork_beside() -> int:
 
 
 def _become(asked: dict[str, Any], received: list[int]) -> NoReturn:
-    """Be ``python -c`` until it exits, as any program does."""
+    """Become ``python -c`` until it exits, as any program does."""
     os.setsid()
     os.fchdir(received[0])
     os.umask(asked["umask"])
@@ -247,7 +256,7 @@ def _become(asked: dict[str, Any], received: list[int]) -> NoReturn:
         os.dup2(fd, number)
     _close_all_but({*asked["numbers"]})
     for sign in signal.valid_signals():
-        with contextlib.suppress(OSError):  # two that nobody may set
+        with contextlib.suppress(OSError):  # two signals that cannot be changed
             ignores = sign in asked["ignored"] or sign in (signal.SIGPIPE, signal.SIGXFSZ)
             signal.signal(sign, signal.SIG_IGN if ignores else signal.SIG_DFL)
     if signal.SIGINT not in asked["ignored"]:
@@ -262,7 +271,7 @@ def _become(asked: dict[str, Any], received: list[int]) -> NoReturn:
     sys.argv[:] = ["-c"]
     _tell([sys.executable, *asked["flags"], "-c", asked["code"]])
     if "cachetool.proc.child import main" in asked["code"] and not asked["flags"]:
-        # A worker: it may start processes in its turn, which read files of others.
+        # A worker may start processes in its turn, which read foreign files.
         fork_zygote()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(asked["code"], vars(main))
@@ -270,7 +279,7 @@ def _become(asked: dict[str, Any], received: list[int]) -> NoReturn:
 
 
 def _tell(command: list[str]) -> None:
-    """Have ``/proc`` show this command line, or as much as there is room for, instead of the zygote's."""
+    """Make ``/proc`` show this command line, as far as space allows, instead of the zygote's."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = map(int, fields[45:47])  # proc(5): arg_start, arg_end
     words = "\0".join(command).encode(errors="surrogateescape")[: end - begin - 1]
@@ -280,11 +289,11 @@ def _tell(command: list[str]) -> None:
 def _close_all_but(numbers: set[int]) -> None:
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd not in numbers:
-            with contextlib.suppress(OSError):  # that of the list itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(fd)
 
 
 if __name__ == "__main__":
-    end, pid = map(int, sys.argv[1:3])  # and blanks: the room for the command lines of what it makes
+    end, pid = map(int, sys.argv[1:3])  # and blanks, as space for the command lines of its processes
     import_all()
     _serve(socket.socket(fileno=end), pid)

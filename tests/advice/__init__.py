@@ -1,1 +1,1 @@
-"""What messages advise, followed: see :mod:`tests.advice.messages`."""
+"""Tests that follow the advice of messages: see :mod:`tests.advice.messages`."""

@@ -1,4 +1,4 @@
-"""A folder with samples, files and a cache in it, in which commands are run as their messages advise."""
+"""A folder with samples, files and a cache, in which tests run the commands that messages advise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ __all__ = ["ADVISED", "FOLLOWS", "World", "followed", "follows"]
 
 FOLLOWS = "__follows__"
 ADVISED = re.compile(r"\bcachetool (\w+(?: .*?)?)(?:[;\n]|, | or |$)")
-"""A command in a message, without the name of the program."""
+"""A command in a message, without the program's name."""
 
 
 def follows(module: str, *beginnings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks a test that follows the advice of messages of a module of the package, told by how they begin."""
+    """Mark a test that follows the advice of a module's messages. ``beginnings`` are the first words of these
+    messages.
+    """
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         setattr(test, FOLLOWS, [*getattr(test, FOLLOWS, ()), *followed(module, *beginnings)])
@@ -37,7 +39,7 @@ def follows(module: str, *beginnings: str) -> Callable[[Callable[..., None]], Ca
 
 
 def followed(module: str, *beginnings: str) -> list[Message]:
-    """The messages of a module that begin so. Raises :class:`LookupError` where there are none."""
+    """Return the messages of a module with these beginnings. Raise :class:`LookupError` if a beginning matches none."""
     chosen = []
     for beginning in beginnings:
         alike = [message for message in messages() if message.module == module and message.text.startswith(beginning)]
@@ -49,7 +51,7 @@ def followed(module: str, *beginnings: str) -> list[Message]:
 
 @dataclass
 class World:
-    """Runs commands in its folder and notes what they say."""
+    """A runner of commands in its folder. It records their output."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=lambda: {"COLUMNS": "400"})
@@ -57,38 +59,40 @@ class World:
     worked: int = 0
 
     def run(self, *words: object) -> str:
-        """What a command says, whether it fails or not; one word is a whole command line."""
+        """Run a command that may fail, and return its output. A single word is a whole command line."""
         return self._run(words)[1]
 
     def fails(self, *words: object, powerless: bool = False) -> str:
-        """What a command says that fails; ``powerless`` as in :func:`tests.commands.run_command`."""
+        """Run a command that must fail, and return its output. ``powerless`` as in
+        :func:`tests.commands.run_command`.
+        """
         code, said = self._run(words, powerless=powerless)
         assert code, f"{words} worked:\n{said}"
         return said
 
     def raises(self, call: Callable[[], object]) -> str:
-        """What an error of the library says."""
+        """Return the message of the library's error."""
         with pytest.raises(CacheToolError) as error:
             call()
         self.note(error.value)
         return self.said[-1]
 
     def works(self, *words: object, powerless: bool = False) -> str:
-        """What a command says that works."""
+        """Run a command that must succeed, and return its output."""
         code, said = self._run(words, powerless=powerless)
         assert not code, f"{words} failed:\n{said}"
         self.worked += 1
         return said
 
     def advised(self, **values: str) -> str:
-        """Run the command that was advised last, word by word, with values for names such as SOURCE."""
+        """Run the command that the last message advised, word by word. ``values`` replace names such as SOURCE."""
         line = ADVISED.findall(self.said[-1])[-1]
         for name, value in values.items():
             line = re.sub(rf"\b{name}\b", value, line)
         return self.works(line.rstrip(" .)"))
 
     def note(self, said: object) -> None:
-        """What was said elsewhere, such as in an error of a loader."""
+        """Record text that no command printed, such as the error of a loader."""
         self.said.append(str(said))
 
     def _run(self, words: tuple[object, ...], *, powerless: bool = False) -> tuple[int, str]:
@@ -101,8 +105,9 @@ class World:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``src`` with twelve samples of the fields x and n, ``a.h5`` and ``a.tar`` with the same, ``c`` a cache of them,
-    ``out`` what convert wrote."""
+    """Prepare ``src`` with twelve samples of the fields x and n, ``a.h5`` and ``a.tar`` with the same samples, the
+    cache ``c`` of them, and the exported folder ``out``.
+    """
     folder = tmp_path_factory.mktemp("advice")
     (folder / "src").mkdir()
     for number in range(12):
@@ -120,7 +125,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def world(prepared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
-    """A copy of the prepared folder; what the test follows must be said, and something must work after it."""
+    """Copy the prepared folder. At the end, check that the followed message was printed and that a command worked after
+    it.
+    """
     shutil.copytree(prepared, tmp_path / "w")
     world = World(tmp_path / "w")
     yield world
@@ -138,7 +145,7 @@ _PASSED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Keep whether a test passed, for what is looked at after it."""
+    """Record whether a test passed, because the fixture ``world`` checks more at its end."""
     report: pytest.TestReport = yield
     if report.when == "call":
         item.stash[_PASSED] = report.passed

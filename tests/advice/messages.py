@@ -1,7 +1,7 @@
-"""The messages of the package that advise a command or an option, collected from its source.
+"""The package's messages that advise a command or an option, collected from its source.
 
-A message is a text in the code that is no docstring and no help text; values that are put in are ``{}``. It advises
-when it names an option (``--max-size``) or a command (``cachetool verify``).
+A message is a string in the code that is neither a docstring nor a help text; inserted values are ``{}``. It advises
+something if it names an option (``--max-size``) or a command (``cachetool verify``).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _PACKAGE = Path(cachetool.__file__).parent
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 _COMMAND = re.compile(r"\bcachetool (?=(\w+))")
 _STYLES = "\n:root {"
-"""How the style sheet of a page begins, which has names such as ``--blue``."""
+"""The beginning of a page's style sheet, which contains names such as ``--blue``."""
 _HELP = {"help", "epilog", "metavar", "rich_help_panel"}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A text that advises, and where it is in the package."""
+    """A text that advises something, and its location in the package."""
 
     module: str
     text: str
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether a text is one that a message makes, with values for its ``{}``; other words may stand around it."""
+    """Return True if a message, with values for its ``{}``, occurs in the text."""
     pieces = [re.escape(piece) for piece in re.split(r"\s+", pattern.strip())]
     return re.search(r"\s+".join(pieces).replace(re.escape("{}"), r".*?"), text, re.DOTALL) is not None
 
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """All messages that advise, in the order of modules and lines."""
+    """Return all messages that advise something, in the order of modules and lines."""
     return tuple(
         Message(path.relative_to(_PACKAGE).as_posix(), text)
         for path in sorted(_PACKAGE.rglob("*.py"))
@@ -54,7 +54,7 @@ def messages() -> tuple[Message, ...]:
 
 
 def unknown_options() -> set[str]:
-    """The options that messages name and no command has."""
+    """Return the options that messages name but no command has."""
     commands = typer.main.get_group(program()).commands.values()
     parameters = [parameter for command in commands for parameter in command.params]
     own = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -67,10 +67,10 @@ def _advises(text: str) -> bool:
 
 
 def _texts(tree: ast.Module) -> Iterator[str]:
-    """The texts of a module that a program may print, in the order of its lines."""
+    """Yield the texts of a module that a program may print, in the order of its lines."""
     passed_over: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings, also of attributes
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings, also those of attributes
             passed_over.add(node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Option":
             passed_over.update(ast.walk(node))

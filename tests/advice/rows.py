@@ -1,4 +1,4 @@
-"""Messages and what follows them, as rows of command lines."""
+"""Messages and the commands that follow their advice, as rows of command lines."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ VALUES = {
     "CACHE": "c",
     "DATA": "src",
 }
-"""What is put in place of the names in an advised command."""
+"""The words that replace the names in an advised command."""
 
 
 @dataclass
 class Row:
-    """A message, the lines that lead to it, and those that follow it; one line or several.
+    """A message, the lines that cause it, and the lines that follow its advice.
 
-    A line is a command of cachetool; behind ``$`` it is one of the shell, and ``!`` is the command that was advised,
-    word by word, with :data:`VALUES` (``$!``: as one of the shell). ``{PATTERN}`` is replaced by what the message has
-    in the first group of the pattern. A function is called with the folder, to put something into it.
+    A line is a command of cachetool. A line that begins with ``$`` is a shell command. ``!`` is the advised command,
+    word by word, with :data:`VALUES` (``$!``: as a shell command). ``{PATTERN}`` is replaced by the first group of the
+    pattern's match in the message. A function is called with the folder and may create files in it.
     """
 
     module: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def follow(world: World, row: Row) -> None:
-    """Run a row's lines."""
+    """Run the lines of a row."""
     for line in _lines(row.fails):
         if callable(line):
             line(world.folder)
@@ -82,14 +82,14 @@ def _lines(lines: str | tuple[Line, ...]) -> tuple[Line, ...]:
 
 
 def group(pattern: str, message: str) -> str:
-    """The first group of a pattern in a message."""
+    """Return the first group of a pattern's match in a message."""
     match = re.search(pattern, message)
     assert match, message
     return match[1]
 
 
 def shell(world: World, line: str) -> None:
-    """Run a line of the shell; ``sqlite FILE STATEMENT`` without the program of that name."""
+    """Run a shell command. ``sqlite FILE STATEMENT`` needs no program of that name."""
     words = shlex.split(line)
     if words[0] == "sqlite":
         with sqlite3.connect(world.folder / words[1]) as connection:

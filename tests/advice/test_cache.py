@@ -1,4 +1,4 @@
-"""What messages about a cache and its cap advise."""
+"""The advice of messages about a cache and its cap."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from tests.advice.rows import VALUES, Row, follow, group
 
 ROWS = [
     Row("cache/layout.py", "the name of the cache folder is empty", "stats --cache ''", "stats --cache c"),
-    Row("cache/layout.py", "a cache is a folder, {}://", "pull src --all --cache s3://b/c", "!"),
+    Row("cache/layout.py", "a cache is a local folder", "pull src --all --cache s3://b/c", "!"),
     Row("cache/layout.py", "the cache folder {} has control", "stats --cache 'a\tb'", "stats --cache c"),
     Row(
         "cache/layout.py", "the path of cache {} has",
         f"pull src --all --cache {'/'.join(['y' * 200] * 3)}", "pull src --all --cache x",
     ),
-    Row("cache/layout.py", "cache {} is longer", f"pull src --all --cache {'x' * 300}", "pull src --all --cache x"),
-    Row("cache/marker.py", "folder {} holds other things", "pull src --all --cache src", "pull src --all --cache x"),
+    Row(
+        "cache/layout.py", "the path of cache {} is too long",
+        f"pull src --all --cache {'x' * 300}", "pull src --all --cache x",
+    ),
+    Row("cache/marker.py", "folder {} is not a cache", "pull src --all --cache src", "pull src --all --cache x"),
     Row("cache/marker.py", "{} {}; run: cachetool verify", ("$ echo x > c/cachetool.json", "stats --cache c"), "!"),
     Row(
         "cache/marker.py", "cachetool verify --repair",
@@ -43,11 +46,11 @@ ROWS = [
     Row("cache/opening.py", "there is no cache at {}", "stats --cache x", ("!", "stats --cache x")),
     Row("check/verify.py", "there is no cache at {}", "verify --cache x", ("!", "verify --cache x")),
     Row(
-        "check/verify.py", "--max-size changes the cache",
+        "check/verify.py", "--max-size is only for --repair",
         "verify --cache c --max-size 60MB", "verify --cache c --repair --max-size 60MB",
     ),
     Row(
-        "check/own_files.py", "--max-size was not needed",
+        "check/own_files.py", "--max-size was ignored",
         "verify --cache c --repair --max-size 60MB", "verify --cache c --repair",
     ),
     Row(
@@ -55,12 +58,12 @@ ROWS = [
         ("$ rm c/cachetool.json c/catalog.sqlite3", "verify --repair --cache c"), ("!", "stats --cache c"),
     ),
     Row(
-        "check/own_files.py", "--max-size is {}, what lies",
+        "check/own_files.py", "--max-size is {}, but {} takes",
         ("$ rm c/cachetool.json c/catalog.sqlite3", "verify --repair --max-size 1kB --cache c"),
         "verify --repair --max-size 60MB --cache c",
     ),
     Row(
-        "cache/removal.py", "{} is gone, and with it",
+        "cache/removal.py", "{} was deleted, with",
         ("$ rm -r c/shards", "pull src --all --cache c"), "!",
     ),
     Row(
@@ -77,15 +80,15 @@ ROWS = [
     ),
     Row(
         "cache/eviction.py", "cannot shrink the cache to {}",
-        "evict --max-size 1kB --cache c", (r"evict --max-size {least is --max-size (\d+)} --cache c",),
+        "evict --max-size 1kB --cache c", (r"evict --max-size {minimum is --max-size (\d+)} --cache c",),
     ),
     Row(
-        "cache/root.py", "; name one of them: --dataset",
+        "cache/root.py", "; choose one with --dataset",
         ("pull src --all --cache x --dataset a", "pull src --all --cache x --dataset b", "convert --to hdf5 --cache x"),
         "convert --to hdf5 --cache x --dataset b",
     ),
     Row(
-        "cache/root.py", "dataset {} holds {}; this source",
+        "cache/root.py", "dataset {} holds {}, but this source",
         "pull out --fields x --all --cache c", "pull out --fields x --all --cache c --dataset b",
     ),
     Row(
@@ -97,11 +100,11 @@ ROWS = [
         ("pull src --samples 3 --cache c", "pull src --all --seed 7 --cache c"), "pull src --all --cache c",
     ),
     Row(
-        "cache/policies.py", "which fewer than {} epochs used",
+        "cache/policies.py", "used by fewer than {} epochs",
         "evict --max-size 1.22MB --min-epochs 1 --cache c", "evict --max-size 1.22MB --min-epochs 0 --cache c",
     ),
     Row(
-        "cache/capping.py", "the cap of {} cannot become {}, {} are used",
+        "cache/capping.py", "the cap of {} cannot become {} because",
         "pull src --all --cache c --max-size 1.22MB", ("!", "pull src --samples 1 --cache c"),
     ),
 ]  # fmt: skip
@@ -120,21 +123,21 @@ def test_an_empty_cache_is_filled(world: World) -> None:
     world.advised(**VALUES)
 
 
-@follows("cache/capping.py", "the cap of {} cannot become {}: without")
-def test_a_cap_that_no_eviction_makes_room_for_names_the_least(world: World) -> None:
-    least = int(group(r"least is --max-size (\d+)", world.fails("evict --max-size 1kB --cache c")))
+@follows("cache/capping.py", "the cap of {} cannot become {}: the cache needs")
+def test_the_least_possible_cap_is_named_if_no_eviction_frees_enough(world: World) -> None:
+    least = int(group(r"minimum is --max-size (\d+)", world.fails("evict --max-size 1kB --cache c")))
     said = world.fails(f"pull src --all --cache c --max-size {least - 1}")
-    world.fails(f"pull src --all --cache c --max-size {group(r'least is --max-size ([0-9]+)', said)}")
-    world.advised()  # room is made first
+    world.fails(f"pull src --all --cache c --max-size {group(r'minimum is --max-size ([0-9]+)', said)}")
+    world.advised()  # space is freed first
 
 
 def samples(count: int) -> Block:
-    """``count`` megabytes."""
+    """Return ``count`` megabytes of samples."""
     return Block(Schema((Field("x", "|u1", (10**6,)),)), {"x": np.zeros((count, 10**6), "u1")})
 
 
 @follows("cache/admission.py", "raise --max-size or lower --shard-size")
-def test_a_shard_that_no_cap_holds_says_which_cap_does(world: World) -> None:
+def test_a_cap_too_small_for_one_shard_is_refused_with_a_sufficient_cap(world: World) -> None:
     with open_cache(world.folder / "f", max_size="4MB") as cache:
         said = world.raises(lambda: fill(cache, "lmdb", samples(8), 1))
         fill(cache, "lmdb", samples(2), 2)  # smaller shards
@@ -144,9 +147,9 @@ def test_a_shard_that_no_cap_holds_says_which_cap_does(world: World) -> None:
 
 
 @follows("cache/admission.py", ";\nraise --max-size")
-@follows("cache/admission.py", ", or make room with: cachetool evict")
+@follows("cache/admission.py", ", or free space with: cachetool evict")
 @pytest.mark.parametrize("way", ["raise", "evict"])
-def test_a_full_cache_takes_more_after_either_way(world: World, way: str) -> None:
+def test_either_advice_for_a_full_cache_lets_the_pull_continue(world: World, way: str) -> None:
     with open_cache(world.folder / "f", max_size="8MB") as cache:
         fill(cache, "lmdb", samples(6), 6)
         world.raises(lambda: fill(cache, "lmdb", samples(1), 1))
@@ -158,7 +161,7 @@ def test_a_full_cache_takes_more_after_either_way(world: World, way: str) -> Non
 
 
 @follows("cache/capping.py", "the cap of {} is {} and cannot become")
-def test_a_cap_is_left_alone_while_others_live_by_it(world: World) -> None:
+def test_the_cap_is_not_changed_while_other_processes_use_the_cache(world: World) -> None:
     code = "import sys, cachetool; c = cachetool.open_cache('c'); c.snapshot(); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=world.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -168,9 +171,9 @@ def test_a_cap_is_left_alone_while_others_live_by_it(world: World) -> None:
         world.works("pull src --all --cache c")
 
 
-@follows("pull/run.py", ", or let --follow renew")
+@follows("pull/run.py", ", or use --follow")
 @follows("pull/prepare.py", "a cap of {} cannot hold one")
-def test_a_cap_that_is_too_small_for_a_pull_names_one_that_is_not(world: World) -> None:
+def test_a_cap_that_is_too_small_for_a_pull_is_refused_with_a_sufficient_cap(world: World) -> None:
     folder = world.folder / "many"
     folder.mkdir()
     for number in range(40):

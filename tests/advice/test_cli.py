@@ -1,4 +1,4 @@
-"""What messages of the command line, the checks and the benchmark advise."""
+"""The advice of messages of the command line, the checks and the benchmark."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROWS = [
         "pull src --rename x --cache new", "pull src --rename x=volume --cache new",
     ),
     Row(
-        "cli/stats.py", ", {} stay so (--min-free)",
+        "cli/stats.py", ", {} kept free (--min-free)",
         ("pull src --all --cache c --min-free 1kB", "stats --cache c"), "pull src --all --cache c --min-free 0B",
     ),
     Row("cli/stats.py", "cachetool verify --repair", ("$ rm -r c/shards/*", "stats --cache c"), "!"),
-    Row("cli/stats.py", "--watch goes on for ever", "stats --cache c --watch --json", "stats --cache c --json"),
+    Row("cli/stats.py", "--watch cannot be used with", "stats --cache c --watch --json", "stats --cache c --json"),
     Row("cli/stats.py", "the name of the file", "stats --cache c --html ''", "stats --cache c --html new.html"),
-    Row("cli/stats.py", "--html - names no file", "stats --cache c --html -", "stats --cache c --html new.html"),
+    Row("cli/stats.py", "--html - is not the name", "stats --cache c --html -", "stats --cache c --html new.html"),
     Row("cli/stats.py", "cannot write --html {}: {}", "stats --cache c --html src", "stats --cache c --html new.html"),
     Row(
         "cli/stats.py", "cannot write --html {}: it is a device",
@@ -46,31 +46,31 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 
 @follows("bench/measure.py", "cachetool convert --to {}{}{}")
-def test_a_cache_is_brought_into_the_format_that_is_faster(world: World) -> None:
+def test_a_cache_is_converted_to_the_faster_format(world: World) -> None:
     for dataset in ("default", "of {} more"):
         world.works("pull", "src", "--all", "--cache", "x", "--dataset", dataset)
     faster_from_disk(world, cache=str(world.folder / "x"), dataset="of {} more")
 
 
 @follows("bench/measure.py", "cachetool convert --to {} --out NEW")
-def test_files_are_brought_into_the_format_that_is_faster(world: World) -> None:
+def test_files_are_converted_to_the_faster_format(world: World) -> None:
     faster_from_disk(world, data="src")
 
 
 @follows("bench/measure.py", "cachetool pull SOURCE --to {}")
-def test_a_cache_to_come_is_filled_in_the_format_that_is_faster(world: World) -> None:
+def test_a_new_cache_is_filled_in_the_faster_format(world: World) -> None:
     world.environment["CACHETOOL_CACHE"] = "c"
     faster_from_disk(world)
 
 
 def faster_from_disk(world: World, **options: str) -> None:
-    """Follow what a benchmark advises that found HDF5 faster than the format of its samples."""
+    """Follow the advice of a benchmark that found HDF5 faster than the samples' format."""
     conversion = _conversion({"cache": None, "data": None, "dataset": None, **options})
     world.note(advice(replace(BIG, cold={**BIG.cold, "hdf5": 1400}, conversion=conversion)))
     world.advised(**VALUES)
 
 
-@follows("bench/rates.py", "{}, {} % of what it gives")
+@follows("bench/rates.py", "{}, {} % of its rate")
 def test_a_cap_is_lowered_so_that_epochs_stay_in_memory(world: World) -> None:
     world.note(advice(BIG))
     world.works("pull src --all --cache c --max-size 40MB")

@@ -1,4 +1,4 @@
-"""Every message that advises something has a test that follows it, or a reason why none can."""
+"""Every message that advises something has a test that follows the advice, or a reason why no test can."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.advice.conftest import FOLLOWS
 from tests.advice.messages import matches, messages, unknown_options
 from tests.advice.untried import UNTRIED
 
-OTHERS = {"--link-dest", "--node-name", "--force-reinstall", "--profile", "--format"}
-"""Options of other programs: of rsync, ray start, pip and aws configure."""
+OTHERS = {"--link-dest", "--node-name", "--force-reinstall", "--profile", "--format", "--merge"}
+"""Options of other programs: of rsync, ray start, pip, aws configure and h5repack."""
 
 
 def test_every_message_that_advises_something_is_followed_by_a_test() -> None:
@@ -24,17 +24,17 @@ def test_every_message_that_advises_something_is_followed_by_a_test() -> None:
     assert not left, "\n".join(f"{message.module}: {message.text}" for message in left)
 
 
-def test_every_reason_is_of_a_message_that_is_there() -> None:
+def test_every_reason_belongs_to_an_existing_message() -> None:
     for (module, beginning), reason in UNTRIED.items():
         assert reason
         assert any(m.module == module and m.text.startswith(beginning) for m in messages()), (module, beginning)
 
 
-def test_every_option_that_a_message_names_is_one_of_a_command() -> None:
+def test_every_option_in_a_message_exists() -> None:
     assert unknown_options() == OTHERS
 
 
-def test_a_message_is_known_with_its_values() -> None:
+def test_a_message_is_recognised_with_its_values() -> None:
     assert matches("cap {} of {}; run: cachetool verify", "error: cap 3 GB of 'c';\n    run: cachetool verify --x")
     assert not matches("cap {} of {}; run: cachetool verify", "error: cap 3 GB; run: cachetool verify")
 

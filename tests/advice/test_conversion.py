@@ -1,4 +1,4 @@
-"""What messages of conversions advise."""
+"""The advice of messages of conversions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = "x" * 300
 
 ROWS = [
     Row(
-        "conversion/inputs.py", "{} is a cache; give it by",
+        "conversion/inputs.py", "{} is a cache; name it with",
         "convert c --to hdf5 --out new", "convert --to hdf5 --out new --cache c",
     ),
     Row(
@@ -34,7 +34,7 @@ ROWS = [
         "convert a.h5 --to lmdb --out ''", "convert a.h5 --to lmdb --out new",
     ),
     Row(
-        "conversion/run.py", "--dataset names samples in a cache",
+        "conversion/run.py", "--dataset is only for samples of a cache",
         "convert a.h5 --to lmdb --out new --dataset default", "convert a.h5 --to lmdb --out new",
     ),
     Row(
@@ -50,7 +50,7 @@ ROWS = [
         "convert a.h5 --to lmdb --out new/..", "convert a.h5 --to lmdb --out new",
     ),
     Row(
-        "conversion/to_files.py", "--out {} is longer",
+        "conversion/to_files.py", "--out {} is too long",
         f"convert a.h5 --to lmdb --out {LONG}", "convert a.h5 --to lmdb --out new",
     ),
     Row(
@@ -58,23 +58,23 @@ ROWS = [
         "convert a.h5 --to lmdb --out out", "convert a.h5 --to lmdb --out new",
     ),
     Row(
-        "cli/convert.py", "--max-size has no part in --out",
+        "cli/convert.py", "--max-size cannot be used with --out",
         "convert --to hdf5 --out new --cache c --max-size 60MB", "convert --to hdf5 --out new --cache c",
     ),
     Row(
-        "cli/convert.py", "{} has no part in INPUT with --out",
+        "cli/convert.py", "{} is for a cache, but INPUT",
         "convert a.h5 --to hdf5 --out new --cache c",
         ("convert a.h5 --to hdf5 --out new", "convert --to hdf5 --out newer --cache c"),
     ),
     Row("api.py", "cache {} is one folder for each node", "stats --cache c/{node}", "stats --cache c"),
     Row("api.py", "cache {} has {} with an id", "show --cache c zz:0", "!"),
-    Row("api.py", "--{} goes with --on ray", "pull src --all --cache c --placement split", "pull src --all --cache c"),
+    Row("api.py", "--{} needs --on ray", "pull src --all --cache c --placement split", "pull src --all --cache c"),
     Row(
-        "conversion/options.py", "{}: for an INPUT with --out",
+        "conversion/options.py", "{}: only for INPUT with --out",
         "convert --to hdf5 --cache c --on-error skip", "convert a.h5 --to hdf5 --out new --on-error skip",
     ),
     Row(
-        "cli/convert.py", "--dry-run shows what",
+        "cli/convert.py", "--dry-run needs an INPUT",
         "convert --to hdf5 --cache c --dry-run", "convert a.h5 --to hdf5 --dry-run",
     ),
 ]  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 
 @follows("conversion/run.py", "name a cache, or both")
-def test_a_conversion_of_nothing_says_what_to_name(world: World) -> None:
+def test_a_conversion_without_samples_says_what_to_name(world: World) -> None:
     world.raises(lambda: convert(ConvertOptions(to="hdf5")))
     with open_cache(world.folder / "c") as cache:
         assert convert(ConvertOptions(to="hdf5"), cache=cache).samples == 12
@@ -95,7 +95,7 @@ def test_a_conversion_of_nothing_says_what_to_name(world: World) -> None:
 
 
 def fill(world: World) -> None:
-    """Make a cache ``f`` that has no room for one shard more."""
+    """Create a cache ``f`` without space for one more shard."""
     (world.folder / "many").mkdir()
     for number in range(8):
         np.save(world.folder / f"many/{number}.npy", np.zeros(2**18, "u1"))
@@ -107,9 +107,9 @@ def fill(world: World) -> None:
 
 
 @follows("conversion/groups.py", "raise the cap with --max-size")
-@follows("conversion/groups.py", "make room with: cachetool evict")
+@follows("conversion/groups.py", "free space with: cachetool evict")
 @pytest.mark.parametrize("way", ["raise", "evict"])
-def test_a_full_cache_is_converted_after_either_way(world: World, way: str) -> None:
+def test_a_full_cache_is_converted_after_either_advice(world: World, way: str) -> None:
     fill(world)
     said = world.fails("convert --to hdf5 --cache f")
     if way == "evict":
@@ -119,8 +119,8 @@ def test_a_full_cache_is_converted_after_either_way(world: World, way: str) -> N
         world.works(f"convert --to hdf5 --cache f --max-size {group(r'with --max-size ([0-9]+)', said)}")
 
 
-@follows("conversion/groups.py", "give the readers longer with --wait")
-def test_a_full_cache_is_converted_once_its_readers_end(world: World) -> None:
+@follows("conversion/groups.py", "wait longer for the readers with --wait")
+def test_a_full_cache_is_converted_after_its_readers_end(world: World) -> None:
     fill(world)
     with open_cache(world.folder / "f") as cache, cache.snapshot():
         world.fails(f"evict --max-size {cache.usage().total - 600_000} --cache f")
@@ -129,7 +129,7 @@ def test_a_full_cache_is_converted_once_its_readers_end(world: World) -> None:
 
 
 @follows("conversion/in_place.py", "cachetool verify --repair")
-def test_a_damaged_shard_is_mended(world: World) -> None:
+def test_a_damaged_shard_is_repaired(world: World) -> None:
     data = next((world.folder / "c/shards").glob("*/data.lmdb"))
     raw = bytearray(data.read_bytes())
     at = max(raw.rfind(np.full(4, number, "f4").tobytes()) for number in range(1, 12))
@@ -141,7 +141,7 @@ def test_a_damaged_shard_is_mended(world: World) -> None:
 
 
 @follows("conversion/to_files.py", "another process is writing")
-def test_an_output_that_another_process_writes_is_waited_for(world: World) -> None:
+def test_a_conversion_works_after_another_process_finished_the_output(world: World) -> None:
     work = WorkFolder.make(world.folder, ".new.partial-", "new")
     world.fails("convert a.h5 --to lmdb --out new")
     world.works("convert a.h5 --to lmdb --out newer")
@@ -149,7 +149,7 @@ def test_an_output_that_another_process_writes_is_waited_for(world: World) -> No
     world.works("convert a.h5 --to lmdb --out new")
 
 
-@follows("conversion/to_files.py", "{} was made by something else")
+@follows("conversion/to_files.py", "{} was created by another program")
 def test_an_output_that_appeared_meanwhile_is_moved_away(world: World) -> None:
     out = world.folder / "new"
 
@@ -162,8 +162,8 @@ def test_an_output_that_appeared_meanwhile_is_moved_away(world: World) -> None:
     world.works("convert a.h5 --to lmdb --out new")
 
 
-@follows("conversion/to_files.py", "{} cannot be made")
-def test_an_output_that_may_not_be_made_in_the_end_is_made_elsewhere(
+@follows("conversion/to_files.py", "{} cannot be created")
+def test_an_output_that_cannot_be_created_is_written_to_another_folder(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -175,7 +175,7 @@ def test_an_output_that_may_not_be_made_in_the_end_is_made_elsewhere(
 
 
 @follows("cli/convert.py", "--dry-run lists them")
-def test_what_was_left_out_is_listed(world: World) -> None:
+def test_skipped_samples_are_listed(world: World) -> None:
     with h5py.File(world.folder / "more.h5", "w") as file:
         file["x"] = np.zeros((20, 3))
         for number in range(12):

@@ -1,4 +1,4 @@
-"""What messages about fields, names, disks and limits advise."""
+"""The advice of messages about fields, names, disks and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faults.test_disk import small_disk
 
 
 def classes(folder: Path) -> None:
-    """Puts samples into folders of long names."""
+    """Write samples into folders with long names."""
     for number in range(300):
         place = folder / "d" / f"{'x' * 200}{number}"
         place.mkdir(parents=True)
@@ -38,7 +38,7 @@ ROWS = [
         "convert a.h5 --rename x=n/x --to lmdb --out new", "convert a.h5 --rename x=m/x --to lmdb --out new",
     ),
     Row(
-        "proc/disk.py", "{}: {}: something else changes",
+        "proc/disk.py", "{}: {}: another program changes",
         ("$ rm -r c/listings; touch c/listings", "pull src --all --cache c"), ("$ rm c/listings", "!"),
     ),
     Row(
@@ -55,7 +55,7 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 @follows("core/schema.py", "field name {} cannot be used")
 @follows("core/schema.py", "field name {} is reserved")
-def test_a_field_gets_a_name_that_can_be_used(world: World) -> None:
+def test_a_field_is_renamed_to_a_valid_name(world: World) -> None:
     for number, name in enumerate(("a:b", "a/shape")):
         np.savez(world.folder / f"{number}.npz", **{name: np.zeros((3, 2))})
         world.fails(f"convert {number}.npz --to lmdb --out new{number}")
@@ -63,20 +63,20 @@ def test_a_field_gets_a_name_that_can_be_used(world: World) -> None:
 
 
 @follows("core/schema.py", "{} fields in one sample")
-def test_of_too_many_fields_some_are_chosen(world: World) -> None:
+def test_some_of_too_many_fields_are_selected(world: World) -> None:
     world.raises(lambda: Schema(tuple(Field(f"x{number}", "<f4") for number in range(5000))))
     world.works("convert a.h5 --to lmdb --out new --fields x")
 
 
 @follows("core/schema.py", "field {} appears twice")
-def test_one_of_two_fields_of_one_name_gets_another(world: World) -> None:
+def test_one_of_two_fields_with_the_same_name_is_renamed(world: World) -> None:
     world.raises(lambda: Schema((Field("x", "<f4"), Field("x", "<i8"))))
     world.works("convert a.h5 --to lmdb --out new --rename x=y")
 
 
-@follows("formats/files.py", "free some disk, or lower --max-size or --shard-size")
+@follows("formats/files.py", "free some disk space, or lower --max-size or --shard-size")
 @follows("proc/disk.py", ", or lower --max-size")
-def test_in_a_cache_on_a_full_disk_the_cap_may_be_lowered(world: World) -> None:
+def test_the_cap_can_be_lowered_on_a_full_disk(world: World) -> None:
     data = world.folder / "c/shards/data.lmdb"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
 
@@ -89,7 +89,7 @@ def test_in_a_cache_on_a_full_disk_the_cap_may_be_lowered(world: World) -> None:
     world.works("pull src --all --cache c --max-size 40MB --shard-size 1MB")
 
 
-def test_on_a_full_disk_files_are_written_once_some_of_it_is_free(world: World) -> None:
+def test_files_are_written_after_space_was_freed_on_a_full_disk(world: World) -> None:
     large(world)
     with small_disk(world.folder / "disk", "size=8m"):
         (world.folder / "disk/other").write_bytes(bytes(6 * 10**6))
@@ -100,8 +100,8 @@ def test_on_a_full_disk_files_are_written_once_some_of_it_is_free(world: World) 
 
 
 @follows("proc/disk.py", "the file would be larger")
-@follows("formats/files.py", "ulimit -f sets that limit")
-def test_under_a_limit_of_file_sizes_shards_are_smaller(world: World) -> None:
+@follows("formats/files.py", "raise the limit (ulimit -f)")
+def test_smaller_shards_fit_under_a_limit_on_file_sizes(world: World) -> None:
     large(world)
     world.note(disk_error(OSError(errno.EFBIG, os.strerror(errno.EFBIG))))
     command = [sys.executable, "-m", "cachetool", "convert", "many", "--to", "hdf5", "--out", "new"]
@@ -114,7 +114,7 @@ def test_under_a_limit_of_file_sizes_shards_are_smaller(world: World) -> None:
 
 
 def large(world: World) -> None:
-    """``many``: eight samples of half a megabyte."""
+    """Write ``many``: eight samples of half a megabyte."""
     (world.folder / "many").mkdir()
     for number in range(8):
         np.save(world.folder / f"many/{number}.npy", np.zeros(2**19, "u1"))

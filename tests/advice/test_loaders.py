@@ -1,4 +1,4 @@
-"""What messages of the loaders and of the formats advise."""
+"""The advice of messages of the loaders and of the formats."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.loaders.processes import children
 
 
 def load(place: object, **options: object) -> int:
-    """How many samples an epoch has."""
+    """Return the number of samples in an epoch."""
     with Loader(place, batch_size=4, workers=0, **options) as loader:  # type: ignore[arg-type]
         return sum(len(batch["n"]) for batch in loader)
 
 
-@follows("loaders/snapshots/plain_files.py", "{} is no shard")
-def test_a_file_is_made_shards_of(world: World) -> None:
+@follows("loaders/snapshots/plain_files.py", "{} is not a shard")
+def test_a_single_file_is_converted_to_shards(world: World) -> None:
     world.raises(lambda: load([world.folder / "a.h5"]))
     world.advised(**VALUES)
     assert load(world.folder / "new") == 12
 
 
 @follows("loaders/snapshots/plain_files.py", "the list of shards is empty")
-def test_a_list_names_folders_that_convert_wrote(world: World) -> None:
+def test_a_list_of_exported_folders_is_read(world: World) -> None:
     world.raises(lambda: load([]))
     world.works("convert a.h5 --to hdf5 --out new")
     assert load([world.folder / "out", world.folder / "new"]) == 24
@@ -78,7 +78,7 @@ def test_a_folder_of_another_format_is_converted(world: World) -> None:
 
 
 @follows("loaders/feed/processes.py", "; a shard was cut short")
-def test_a_shard_that_was_cut_short_is_looked_for(world: World) -> None:
+def test_a_shard_is_verified_after_a_feeder_died_of_sigbus(world: World) -> None:
     with Loader(world.folder / "c", batch_size=2, workers=1, prefetch=1) as loader:
         batches = iter(loader)
         next(batches)
@@ -88,7 +88,7 @@ def test_a_shard_that_was_cut_short_is_looked_for(world: World) -> None:
 
 
 @follows("loaders/read/gather.py", "cachetool verify --repair")
-def test_a_shard_that_was_deleted_by_hand_is_brought_again(world: World) -> None:
+def test_a_shard_that_was_deleted_by_hand_is_pulled_again(world: World) -> None:
     world.works("pull src --all --cache x")
     with open_cache(world.folder / "x") as cache:
         view = View.of_shards(cache.version, "default", cache.schema("default"), cache.shards("default"))
@@ -100,7 +100,7 @@ def test_a_shard_that_was_deleted_by_hand_is_brought_again(world: World) -> None
 
 
 @follows("formats/files.py", "; run: cachetool verify --repair")
-def test_a_link_in_a_shard_is_taken_away(world: World) -> None:
+def test_a_link_in_a_shard_is_removed(world: World) -> None:
     world.works("pull src --all --cache x")
     data = next((world.folder / "x/shards").glob("*/data.lmdb"))
     data.rename(world.folder / "moved")
@@ -111,7 +111,7 @@ def test_a_link_in_a_shard_is_taken_away(world: World) -> None:
 
 
 @follows("formats/shard.py", "cachetool verify --cache")
-def test_a_shard_of_other_bytes_is_looked_at(world: World) -> None:
+def test_a_shard_with_changed_bytes_is_verified(world: World) -> None:
     with open_cache(world.folder / "c") as cache:
         shard = cache.shards()[0]
         kind = get_format("lmdb")
@@ -123,8 +123,8 @@ def test_a_shard_of_other_bytes_is_looked_at(world: World) -> None:
     world.worked += 1
 
 
-@follows("formats/tfrecord.py", "{}: sample {} is no record")
-def test_a_file_of_others_is_converted(world: World) -> None:
+@follows("formats/tfrecord.py", "{}: sample {} is not a record")
+def test_a_foreign_file_is_converted(world: World) -> None:
     world.works("convert a.h5 --to tfrecord --out written")
     part = world.folder / "written/part-00000.tfrecord"
     schema = Schema((Field("y", "<f4", (2,)),))

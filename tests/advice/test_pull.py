@@ -1,4 +1,4 @@
-"""What messages of pulls advise."""
+"""The advice of messages of pulls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.advice.rows import Row, follow, group
 
 
 def days(folder: Path) -> None:
-    """Puts samples there whose names have several dots."""
+    """Write samples whose names have several dots."""
     (folder / "d").mkdir()
     for day in range(10, 31):
         (folder / f"d/2024.01.{day}.bin").write_bytes(b"x")
@@ -34,16 +34,16 @@ ROWS = [
         "pull src --shard-size 0 --cache c", "pull src --shard-size 1 --cache c",
     ),
     Row(
-        "pull/listing.py", "--refresh is for folders of objects",
+        "pull/listing.py", "--refresh works only for folders",
         ("pull a.h5 --all --cache c --dataset h", "pull a.h5 --refresh --cache c --dataset h"),
         "pull a.h5 --all --cache c --dataset again",
     ),
     Row(
-        "pull/options.py", "--parts goes with --part",
+        "pull/options.py", "--parts needs --part",
         "pull src --parts 4 --cache x", ("pull src --part 0/2 --parts 4 --cache x", "pull src --cache y"),
     ),
     Row(
-        "pull/prepare.py", "--repart goes with --part",
+        "pull/prepare.py", "--repart needs --part",
         "pull src --repart --cache x", ("pull src --part 0/2 --repart --cache x", "pull src --cache y"),
     ),
     Row(
@@ -51,7 +51,7 @@ ROWS = [
         "pull src --part 3 --cache x", ("pull src --part 0/8 --cache x", "pull src --part 0,1/8 --cache y"),
     ),
     Row(
-        "pull/options.py", "--part auto finds no number",
+        "pull/options.py", "--part auto needs the number",
         "pull src --part auto --cache x", "pull src --part 0/2 --cache x",
     ),
     Row(
@@ -61,11 +61,11 @@ ROWS = [
     Row("pull/options.py", "--part {} names node", "pull src --part 2/2 --cache x", "pull src --part 0/2 --cache x"),
     Row(
         "pull/options.py", "--parts {} cannot be used",
-        "pull src --part 0/2 --parts 1 --cache x", "pull src --part 0/2 --parts {nodes: (\\d+) to} --cache x",
+        "pull src --part 0/2 --parts 1 --cache x", "pull src --part 0/2 --parts {choose (\\d+) to} --cache x",
     ),
     Row(
         "pull/options.py", "--part {} gives one cache",
-        "pull src --part 0/1 --parts 300 --cache x", "pull src --part 0/1 --parts {over (\\d+)} --cache x",
+        "pull src --part 0/1 --parts 300 --cache x", "pull src --part 0/1 --parts {maximum is (\\d+)} --cache x",
     ),
     Row(
         "cache/own_parts.py", "cache {} draws {} of {}",
@@ -73,7 +73,7 @@ ROWS = [
         ("pull src --cache x", "pull src --part 1/2 --repart --cache x"),
     ),
     Row(
-        "pull/prepare.py", "--start-early is for a source in one part",
+        "pull/prepare.py", "--start-early cannot be used with --listing",
         "pull src --part 0/2 --start-early --cache x", "pull src --part 0/2 --cache x",
     ),
     Row(
@@ -86,11 +86,11 @@ ROWS = [
         "pull src --listing s3://bucket/listings --cache x", ("$ mkdir shared", "pull src --listing shared --cache x"),
     ),
     Row(
-        "pull/prepare.py", "--listing {} is no folder",
+        "pull/prepare.py", "--listing {} is not a folder",
         "pull src --listing shared --cache x", ("$ mkdir shared", "pull src --listing shared --cache x"),
     ),
     Row(
-        "pull/shared_listing.py", "{} has another listing",
+        "pull/shared_listing.py", "the listing in {} is not that",
         (
             "$ mkdir shared other", "pull src --listing shared --cache x", "$ mv src/s03.npz src/t03.npz",
             "pull src --cache y", "pull src --listing shared --cache y",
@@ -111,18 +111,18 @@ ROWS = [
         "pull src --part 0/2 --on ray --cache x", "pull src --part 0/2 --cache x",
     ),
     Row("pull/prepare.py", "cachetool convert --to lmdb", "pull c --all --cache x", ("!", "pull new --all --cache x")),
-    Row("pull/prepare.py", "{} is a cache; give it by --cache", "pull c --all --cache x", "pull src --all --cache c"),
+    Row("pull/prepare.py", "{} is a cache; give it with --cache", "pull c --all --cache x", "pull src --all --cache c"),
     Row(
         "pull/prepare.py", "the listing of {} was lost",
         ("pull src --all --cache c", "$ rm -r c/listings; mv src/s03.npz src/t03.npz", "pull src --all --cache c"),
         "pull src --all --cache c --dataset again",
     ),
     Row(
-        "cli/pull.py", "--refresh looks for what is new",
+        "cli/pull.py", "--refresh looks for new samples",
         ("pull src --all --cache c", "pull src --all --cache c"), "pull src --all --refresh --cache c",
     ),
     Row(
-        "pull/options.py", "--label-from-folder int numbers",
+        "pull/options.py", "--label-from-folder int needs",
         ("$ mkdir d; cp -r src d/one", "pull d --label-from-folder int --start-early --cache x"),
         "pull d --all --label-from-folder int --cache x",
     ),
@@ -137,7 +137,7 @@ ROWS = [
         ("pull src --all --cache x", "pull src --all --cache x --read-as npz --dataset other"),
     ),
     Row(
-        "pull/prepare.py", "{} --stem {}, decided",
+        "pull/prepare.py", "{} --stem {}, chosen",
         (days, "pull d --samples 1 --cache x", "pull d --all --cache x --stem last"), "pull d --all --cache x",
     ),
     Row("pull/run.py", "dataset {} has {} shards beside", "pull src --all --to hdf5 --cache c --dataset default", "!"),
@@ -149,8 +149,8 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
     follow(world, row)
 
 
-@follows("pull/options.py", "--part auto cannot be found of")
-def test_a_job_whose_numbers_are_none_is_told_to_give_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@follows("pull/options.py", "--part auto cannot be computed from")
+def test_a_batch_job_without_part_numbers_is_told_to_pass_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NODEID", "x")
     monkeypatch.setenv("SLURM_NNODES", "2")
     world.raises(lambda: PullOptions(part="auto"))
@@ -159,14 +159,14 @@ def test_a_job_whose_numbers_are_none_is_told_to_give_them(world: World, monkeyp
 
 
 @follows("pull/options.py", "--samples must be at least 1")
-def test_the_least_numbers_that_are_named_are_taken(world: World) -> None:
+def test_the_least_values_in_a_message_are_accepted(world: World) -> None:
     world.raises(lambda: PullOptions(samples=0))
     world.raises(lambda: PullOptions(min_epochs=-1))
     world.works("pull src --samples 1 --min-epochs 0 --cache new")
 
 
 def numbered(folder: Path, count: int, bad: int = 0) -> None:
-    """Objects, of which the last ``bad`` are no arrays."""
+    """Write objects, the last ``bad`` of which are not arrays."""
     folder.mkdir()
     for number in range(count):
         path = folder / f"{number:03d}.npy"
@@ -175,24 +175,24 @@ def numbered(folder: Path, count: int, bad: int = 0) -> None:
             path.write_bytes(b"no array")
 
 
-@follows("sources/blame.py", "{};\n{}leave such out")
-def test_a_bad_object_is_left_out(world: World) -> None:
+@follows("sources/blame.py", "{};\n{}skip such")
+def test_a_bad_object_is_skipped(world: World) -> None:
     numbered(world.folder / "many", 200, bad=1)
     world.fails("pull many --all --order sequential --cache x")
     world.works("pull many --all --order sequential --cache x --on-error skip")
 
 
-@follows("sources/blame.py", "{};\nother objects come")
-def test_an_object_that_may_not_be_read_is_left_out(world: World) -> None:
+@follows("sources/blame.py", "{};\nother objects can be read")
+def test_an_object_without_read_permission_is_skipped(world: World) -> None:
     numbered(world.folder / "many", 200)
     (world.folder / "many/150.npy").chmod(0)
     world.fails("pull many --all --cache x", powerless=True)
     world.works("pull many --all --cache x --on-error skip", powerless=True)
 
 
-@follows("sources/blame.py", "list again with --refresh, or ")
+@follows("sources/blame.py", "list the source again with --refresh, or ")
 @pytest.mark.parametrize("option", ["--refresh", "--on-error skip"])
-def test_an_object_that_is_gone_is_left_out_or_no_longer_listed(world: World, option: str) -> None:
+def test_a_deleted_object_is_skipped_or_no_longer_listed(world: World, option: str) -> None:
     numbered(world.folder / "many", 200)
     world.works("pull many --samples 1 --order sequential --cache x")
     (world.folder / "many/150.npy").unlink()
@@ -200,9 +200,9 @@ def test_an_object_that_is_gone_is_left_out_or_no_longer_listed(world: World, op
     world.works(f"pull many --all --cache x {option}")
 
 
-@follows("pull/prepare.py", "mend these objects")
+@follows("pull/prepare.py", "repair or remove these objects")
 @pytest.mark.parametrize("way", ["mended", "taken away"])
-def test_more_bad_objects_than_may_be_left_out_are_listed_again(world: World, way: str) -> None:
+def test_more_bad_objects_than_may_be_skipped_are_listed_again(world: World, way: str) -> None:
     numbered(world.folder / "many", 200, bad=12)
     world.fails("pull many --all --cache x --on-error skip")
     world.fails("pull many --all --cache x --on-error skip")
@@ -213,8 +213,8 @@ def test_more_bad_objects_than_may_be_left_out_are_listed_again(world: World, wa
     world.works("pull many --all --refresh --cache x")
 
 
-@follows("pull/prepare.py", "mend the files")
-def test_more_bad_rows_than_may_be_left_out_are_drawn_again(world: World) -> None:
+@follows("pull/prepare.py", "repair the files")
+def test_more_bad_rows_than_may_be_skipped_are_drawn_again(world: World) -> None:
     def write(large: int) -> None:
         with h5py.File(world.folder / "many.h5", "w") as file:
             rows = file.create_dataset("x", 200, h5py.vlen_dtype("u1"))
@@ -228,8 +228,8 @@ def test_more_bad_rows_than_may_be_left_out_are_drawn_again(world: World) -> Non
     world.works("pull many.h5 --all --cache x --on-error skip --dataset again")
 
 
-@follows("pull/shards.py", "leave it out with --on-error skip")
-def test_a_sample_that_no_shard_can_hold_is_left_out(world: World) -> None:
+@follows("pull/shards.py", "leave the sample out with --on-error skip")
+def test_a_sample_larger_than_a_shard_is_skipped(world: World) -> None:
     (world.folder / "many").mkdir()
     for number in range(200):
         (world.folder / f"many/{number:03d}.bin").write_bytes(bytes(10**7 if number == 150 else 10))
@@ -238,7 +238,7 @@ def test_a_sample_that_no_shard_can_hold_is_left_out(world: World) -> None:
 
 
 @follows("cli/pull.py", "--json lists them")
-def test_what_was_left_out_is_listed(world: World) -> None:
+def test_skipped_objects_are_listed(world: World) -> None:
     with h5py.File(world.folder / "more.h5", "w") as file:
         file["x"] = np.zeros((20, 3))
         for number in range(12):
@@ -247,18 +247,18 @@ def test_what_was_left_out_is_listed(world: World) -> None:
     assert "about11" in world.works("pull more.h5 --all --cache y --json")
 
 
-@follows("cli/pull.py", "stopped: {}, all was drawn")
-def test_a_pull_that_follows_draws_again_what_was_evicted(world: World) -> None:
+@follows("cli/pull.py", "stopped: {}, all samples were drawn")
+def test_a_pull_with_follow_draws_evicted_samples_again(world: World) -> None:
     world.works("pull a.h5 --all --cache x")
-    least = group(r"least is --max-size (\d+)", world.fails("evict --max-size 1kB --cache x"))
+    least = group(r"minimum is --max-size (\d+)", world.fails("evict --max-size 1kB --cache x"))
     world.works(f"evict --max-size {least} --cache x")
     assert "--refresh" not in world.works("pull a.h5 --all --cache x")
     with following(world, "a.h5", "x") as wait_until:
         wait_until("SELECT count(*) FROM shards WHERE state = 'ready'")
 
 
-@follows("pull/run.py", ", or let --follow renew")
-def test_a_pull_that_follows_renews_what_is_full(world: World) -> None:
+@follows("pull/run.py", ", or use --follow")
+def test_a_pull_with_follow_renews_a_full_cache(world: World) -> None:
     numbered(world.folder / "many", 10)
     for path in (world.folder / "many").iterdir():
         np.save(path, np.zeros(10**5))
@@ -269,8 +269,9 @@ def test_a_pull_that_follows_renews_what_is_full(world: World) -> None:
 
 @contextmanager
 def following(world: World, source: str, cache: str) -> Iterator[Callable[[str], None]]:
-    """A pull that follows until the end of the block, by a signal; gives what waits until a query of the catalog is
-    true."""
+    """Run ``pull --follow`` inside the block and stop it by a signal. Yield a function that waits until a catalog query
+    is true.
+    """
     words = ["pull", source, "--follow", "--cache", cache]
     with subprocess.Popen(
         [sys.executable, "-m", "cachetool", *words], cwd=world.folder, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""What messages about sources advise."""
+"""The advice of messages about sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Put = Callable[[Path], object]
 
 
 def files(*names: str, body: bytes = b"x") -> Put:
-    """Puts files of one body into ``d``; ``0-39`` in a name stands for each of these numbers."""
+    """Write files with the same body into ``d``. ``0-39`` in a name stands for each of these numbers."""
 
     def put(folder: Path) -> None:
         for name in names:
@@ -43,7 +43,7 @@ def files(*names: str, body: bytes = b"x") -> Put:
 
 
 def hdf5(name: str = "t.h5", **arrays: object) -> Put:
-    """Puts an HDF5 file there; ``__`` in a name begins what is in a group."""
+    """Write an HDF5 file. ``__`` in a name separates a group from its array."""
 
     def put(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def hdf5(name: str = "t.h5", **arrays: object) -> Put:
 
 
 def packed(units: str = "", calendar: str = "standard", count: float = 1) -> Put:
-    """``t.h5`` with values that stand for others."""
+    """Write ``t.h5`` with packed values."""
 
     def put(folder: Path) -> None:
         with h5py.File(folder / "t.h5", "w") as file:
@@ -80,7 +80,7 @@ def image(mode: str, size: tuple[int, int] = (4, 4), form: str = "PNG") -> bytes
 
 
 def samples(*bodies: bytes, end: str) -> Put:
-    """Puts one object for each body into ``d``."""
+    """Write one object per body into ``d``."""
 
     def put(folder: Path) -> None:
         (folder / "d").mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def table(name: str = "t.parquet", **columns: object) -> Put:
 
 
 def database(entries: dict[bytes, bytes], name: bytes | None = None) -> Put:
-    """Puts entries into ``t.lmdb``."""
+    """Write entries into ``t.lmdb``."""
 
     def put(folder: Path) -> None:
         with lmdb.open(str(folder / "t.lmdb"), subdir=False, max_dbs=4, lock=False) as environment:
@@ -128,13 +128,13 @@ def tar(*names: str, name: str = "t.tar", last: bytes = npy(1)) -> Put:
 
 
 def tars(folder: Path) -> None:
-    """Forty archives of one sample."""
+    """Write forty archives of one sample."""
     for number in range(40):
         tar("a.x.npy", "a.z.npy", name=f"d/{number:02d}.tar")(folder)
 
 
 def zarr(folder: Path) -> None:
-    """``t.zarr`` with one array."""
+    """Write ``t.zarr`` with one array."""
     import zarr as library
 
     library.open_group(str(folder / "t.zarr"), mode="w").create_array("x", data=np.arange(12))
@@ -154,14 +154,14 @@ PICTURES = files("0-39.jpg", "a0-39.png")
 
 
 def virtual(folder: Path) -> None:
-    """``t.h5`` with an array of a few bytes that claims to be large."""
+    """Write ``t.h5`` with an array of a few bytes that declares a large size."""
     with h5py.File(folder / "t.h5", "w") as file:
         file.create_dataset("x", (10**12, 1000), "f8", chunks=(1, 1000))
         file["y"] = np.arange(12)
 
 
 def external(folder: Path) -> None:
-    """``t.h5`` with an array whose bytes lie in another file."""
+    """Write ``t.h5`` with an array whose bytes lie in another file."""
     with h5py.File(folder / "t.h5", "w") as file:
         file.create_dataset("x", (12,), "u1", external=[(str(folder / "x.bin"), 0, 12)])
         file["y"] = np.arange(12)
@@ -172,7 +172,7 @@ def mixed_records(folder: Path) -> None:
 
 
 def row(module: str, beginning: str, put: Put | tuple[Put, ...] | None, fails: str, *works: str) -> Row:
-    """A message of a pull of SOURCE with options, and the options of pulls that work after it."""
+    """Return a row: a message, a pull of SOURCE that fails with it, and the options of pulls that work."""
     source, _, options = fails.partition(" ")
     puts = put if isinstance(put, tuple) else () if put is None else (put,)
     pull = f"pull {source} --all --workers 1 --cache x"
@@ -182,7 +182,7 @@ def row(module: str, beginning: str, put: Put | tuple[Put, ...] | None, fails: s
 
 ROWS = [
     row(
-        "blame", "{}, or leave out such rows", table(a=range(200), b=[None, *range(199)]), "t.parquet",
+        "blame", "{}, or skip such rows", table(a=range(200), b=[None, *range(199)]), "t.parquet",
         "--on-error skip",
     ),
     row(
@@ -190,67 +190,67 @@ ROWS = [
         "{(--fields -b)}",
     ),
     row("cf", "CF attributes of", packed(), "t.h5", "--decode cf"),
-    row("cf", "; without --decode cf its counts", packed("days since 2000-01-01", "360_day"), "t.h5 --decode cf", ""),
+    row("cf", "; leave out --decode cf to read", packed("days since 2000-01-01", "360_day"), "t.h5 --decode cf", ""),
     row("cf", "times outside of", packed("days since 2000-01-01", count=1e9), "t.h5 --decode cf", ""),
     row(
-        "file_listing", "--decode {} is for fields", files("rows.npy", body=npy(np.zeros((3, 2)))),
+        "file_listing", "--decode {} needs fields", files("rows.npy", body=npy(np.zeros((3, 2)))),
         "d/rows.npy --decode image", "",
     ),
     row("file_listing", "--value-format is for lmdb", packed(), "t.h5 --value-format npy", ""),
     row("files", "--decode cf finds nothing", hdf5(x=np.arange(12)), "t.h5 --decode cf", ""),
-    row("files", "{} lies in no folder", hdf5("d/t.h5", x=np.arange(12)), "d --label-from-folder", ""),
+    row("files", "{} is in no folder", hdf5("d/t.h5", x=np.arange(12)), "d --label-from-folder", ""),
     row("flat", "it says where each sample", hdf5(**FLAT), "t.h5 --json", "--read-as rows"),
-    row("flat", "{}: {} would say where", hdf5(x=np.arange(70.0), offsets=FLAT["offsets"]), "t.h5", "{(--fields x)}"),
+    row("flat", "{}: {} looks like", hdf5(x=np.arange(70.0), offsets=FLAT["offsets"]), "t.h5", "{(--fields x)}"),
     row("globs", "{} has a glob", ARRAYS, "d/0*.npy --include *.npy", ""),
     row("globs", "not chosen by --include", files("0-39.bin"), "d --include *0.bin --json", ""),
-    row("globs", "{} is a Zarr, of which", zarr, "t.zarr --include x", ""),
-    row("globs", "{}: {} takes none", ARRAYS, "d --include *.jpg", "--include *.npy"),
+    row("globs", "{} is a Zarr, and", zarr, "t.zarr --include x", ""),
+    row("globs", "{}: {} selects none", ARRAYS, "d --include *.jpg", "--include *.npy"),
     row("grouping", "names are cut at the last dot", files("2024.01.0-39.bin"), "d --json", "--stem first"),
     row("grouping", "{}: {} names end in numbers", files("frame.0-39"), "d", "{(--stem '[^']*')}"),
     row(
-        "grouping", "{}: cut at the first dot", files("2024.01.0-39.bin", "2024.01.0-39.json", body=b"{}"), "d",
+        "grouping", "{}: names cut at the first dot", files("2024.01.0-39.bin", "2024.01.0-39.json", body=b"{}"), "d",
         "--stem last",
     ),
     row(
-        "groups", "{}: {} groups hold", hdf5(**ALIKE), "t.h5", "{(--read-as groups)}", "{(--read-as rows)}",
+        "groups", "{}: {} groups have", hdf5(**ALIKE), "t.h5", "{(--read-as groups)}", "{(--read-as rows)}",
         "{(--fields \\S+)}",
     ),
-    row("groups", "{}: --read-as groups: it has no", hdf5(x=np.arange(12)), "t.h5 --read-as groups", ""),
-    row("groups", "{} groups ({}) are", hdf5(**CLIPS), "t.h5", "--read-as rows"),
+    row("groups", "{}: --read-as groups needs", hdf5(x=np.arange(12)), "t.h5 --read-as groups", ""),
+    row("groups", "each of the {} groups", hdf5(**CLIPS), "t.h5", "--read-as rows"),
     row("images", "--decode {} finds no image", ARRAYS, "d --decode image", ""),
     row(
-        "images", "{} holds images of colours", table(i=[image("RGB"), image("L")] * 6, n=range(12)),
+        "images", "{} has both colour images", table(i=[image("RGB"), image("L")] * 6, n=range(12)),
         "t.parquet --decode mask", "--decode image", "{(--fields -\\w)}",
     ),
     row(
-        "images", ", or take its numbers", samples(*[image("I;16")] * 6, end="png"), "d --decode image",
+        "images", ", or read its numbers", samples(*[image("I;16")] * 6, end="png"), "d --decode image",
         "--decode mask", "",
     ),
     row("keys", "names that --stem does not", files("0-39.bin"), "d --stem 0(.*)[.] --json", "--stem first"),
-    row("keys", "--stem is first, last", ARRAYS, "d --stem (", "--stem first", "--stem last", "--stem '(...)'"),
-    row("kinds", "taken as bytes", samples(*[npy(np.zeros((3, 2)))] * 6, end="odd"), "d --json", "--read-as files"),
-    row("kinds", "--read-as {}: under {} there", files("0-39.txt"), "d --read-as files", ""),
-    row("kinds", "--read-as {}: under {} {}", ARRAYS, "d --read-as hdf5", "--read-as npy"),
-    row("lmdb_streams", "{}: --read-as groups", database(numbered(b"%d", 9)), "t.lmdb --read-as groups", ""),
+    row("keys", "--stem must be first", ARRAYS, "d --stem (", "--stem first", "--stem last", "--stem '(...)'"),
+    row("kinds", "read as bytes", samples(*[npy(np.zeros((3, 2)))] * 6, end="odd"), "d --json", "--read-as files"),
+    row("kinds", "--read-as {}: {} has no files", files("0-39.txt"), "d --read-as files", ""),
+    row("kinds", "--read-as {}: {} {}", ARRAYS, "d --read-as hdf5", "--read-as npy"),
+    row("lmdb_streams", "{}: --read-as groups needs", database(numbered(b"%d", 9)), "t.lmdb --read-as groups", ""),
     row("lmdb_streams", "are fields of samples; to", database(PAIRS), "t.lmdb", "--read-as rows"),
     row("objects", "--decode cf is for", files("0-39.bin"), "d --decode cf", ""),
     row("objects", "--value-format is for objects", files("0-39.json", body=b'{"a": 1}'), "d --value-format npy", ""),
-    row("objects", "{} lies in no folder", files("0-39.bin"), "d --label-from-folder", ""),
+    row("objects", "{} is in no folder", files("0-39.bin"), "d --label-from-folder", ""),
     row("objects", "--rename {}={}", ARRAYS, "d --rename y=z", "--rename x=z"),
     row(
         "objects", "{}{}; leave it out", samples(*[b'{"a": 1, "b": null}'] * 12, end="json"), "d",
         "{(--fields -\\w+)}",
     ),
     row(
-        "objects", "it brings more than",
+        "objects", "it has more than",
         samples(json.dumps(dict.fromkeys(map(str, range(5000)), 1)).encode(), end="json"), "d", "--fields 1,2",
     ),
     row(
         "objects", "sample {} has field {} twice", files("0-39.a.bin", "0-39.b.bin"),
         "d --rename a.bin=z --rename b.bin=z", "--rename a.bin=z",
     ),
-    row("options", "--resize is a side", ARRAYS, "src --decode image --resize 0", ""),
-    row("options", "--fields either keeps", None, "src --fields x,-n", "--fields x", "--fields -n"),
+    row("options", "--resize must be", ARRAYS, "src --decode image --resize 0", ""),
+    row("options", "--fields can keep", None, "src --fields x,-n", "--fields x", "--fields -n"),
     row("options", "{} is left out with --no-key", None, "src --fields -__key__", "--no-key"),
     row("options", "--fields has a minus", None, "src --fields -", "--fields -n"),
     row(
@@ -258,22 +258,23 @@ ROWS = [
         "--decode mask",
     ),
     row(
-        "options", "--resize is for images", samples(*[image("L")] * 3, end="png"), "d --resize 3",
+        "options", "--resize needs", samples(*[image("L")] * 3, end="png"), "d --resize 3",
         "--resize 3 --decode image",
     ),
     row("options", "--rename cannot change", None, "src --rename __key__=a", "--no-key"),
     row(
-        "options", "--label-from-folder is text", files("a/0-39.bin"), "d --label-from-folder=number",
+        "options", "--label-from-folder must be", files("a/0-39.bin"), "d --label-from-folder=number",
         "--label-from-folder text", "--label-from-folder int",
     ),
     row("options", "--fields names no field", None, "src --no-key --fields __key__", "--fields x"),
     row("readers", "{}: two fields would", hdf5(x=np.arange(12), y=np.arange(12)), "t.h5 --rename x=y", "--rename x=z"),
     row(
-        "readers", "{}: --rename {}: there is", hdf5(x=np.arange(12), y=np.arange(12)), "t.h5 --rename a=b",
+        "readers", "{}: --rename {}: unknown field", hdf5(x=np.arange(12), y=np.arange(12)), "t.h5 --rename a=b",
         "--rename x=z",
     ),
     row(
-        "rows", ", which most bytes have", hdf5(x=np.zeros((12, 50)), y=np.zeros(9), z=np.zeros(9)), "t.h5 --json",
+        "rows", ", the length with the most bytes",
+        hdf5(x=np.zeros((12, 50)), y=np.zeros(9), z=np.zeros(9)), "t.h5 --json",
         "{(--fields y,z)}",
     ),
     row(
@@ -281,12 +282,12 @@ ROWS = [
         "--on-error skip",
     ),
     row(
-        "shapes", "for the samples in the {} files",
+        "shapes", "read the samples in the {} files",
         (files("a.txt", body=bytes(10**6)), hdf5("d/b.h5", x=np.arange(12))), "d", "{(--read-as files)}",
     ),
-    row("shapes", "take what all have", files("0-39.a.bin", "0-39.b.bin", "x.a.bin"), "d", "{(--fields [a-z.]+)}"),
-    row("shapes", "take both as one field", PICTURES, "d", "{(--rename \\S+ --rename \\w+=X)}"),
-    row("shapes", "take one of them, with", PICTURES, "d", "{(--include \\S+)}", "{or (--include [^ ;]+)}"),
+    row("shapes", "choose the fields", files("0-39.a.bin", "0-39.b.bin", "x.a.bin"), "d", "{(--fields [a-z.]+)}"),
+    row("shapes", "make both one field", PICTURES, "d", "{(--rename \\S+ --rename \\w+=X)}"),
+    row("shapes", "choose one of them", PICTURES, "d", "{(--include \\S+)}", "{or (--include [^ ;]+)}"),
     row("shapes", "join the objects of several", files("a/0-39.jpg", "b/0-39.txt"), "d", "{(--stem '\\S+')}"),
     row(
         "shapes", "field {} is {} in {} but {} in {}; leave",
@@ -294,11 +295,11 @@ ROWS = [
         "{(--fields -\\w)}",
     ),
     row(
-        "shapes", "leave these out with",
+        "shapes", "leave these fields out",
         (hdf5("d/a.h5", x=np.arange(9), y=np.arange(9)), hdf5("d/b.h5", x=np.arange(9))), "d", "{(--fields -\\w)}",
     ),
     row(
-        "shapes", "choose some that all have",
+        "shapes", "choose fields that all have",
         (
             hdf5("d/a.h5", x=np.arange(9), y=np.arange(9)),
             hdf5("d/b.h5", y=np.arange(9), **{n: np.zeros((9, ord(n))) for n in "abcdefghijkl"}),
@@ -307,9 +308,9 @@ ROWS = [
     ),
     row("limits", "{} claims {} of", virtual, "t.h5", "{(--fields -\\w+)}"),
     row("hdf5", "\nchoose other fields", external, "t.h5 --fields x", "--fields y"),
-    row("lmdb", "{}: its values are", database(numbered(b"%d", 9)), "t.lmdb --fields -value", "--fields value"),
+    row("lmdb", "{}: --fields leaves", database(numbered(b"%d", 9)), "t.lmdb --fields -value", "--fields value"),
     row(
-        "lmdb", "{}: --value-format {} is", database(PAIRS), "t.lmdb --value-format raw:uint8,1",
+        "lmdb", "{}: --value-format {} needs", database(PAIRS), "t.lmdb --value-format raw:uint8,1",
         "--value-format raw:uint8,1 {(--fields \\w+)}",
     ),
     row(
@@ -320,10 +321,10 @@ ROWS = [
         "lmdb", "{}: the value of {} is", database({b"0": b"fine", b"1": pickle.dumps(["x" * 50], 4)}), "t.lmdb",
         "{(--value-format bytes)}",
     ),
-    row("lmdb_streams", ", or each entry", database(UNEVEN), "t.lmdb", "{(--read-as rows)}"),
-    row("lmdb_streams", "{} holds fields by", database(UNEVEN), "t.lmdb", "{(--fields \\w+)}"),
+    row("lmdb_streams", ", or read each entry", database(UNEVEN), "t.lmdb", "{(--read-as rows)}"),
+    row("lmdb_streams", "{}: the fields made from", database(UNEVEN), "t.lmdb", "{(--fields \\w+)}"),
     row(
-        "lmdb_streams", "are samples each", database(numbered(b"cat-%d", 12) | numbered(b"dog-%d", 12)), "t.lmdb",
+        "lmdb_streams", "are separate samples", database(numbered(b"cat-%d", 12) | numbered(b"dog-%d", 12)), "t.lmdb",
         "{(--read-as groups)}",
     ),
     row(
@@ -332,22 +333,26 @@ ROWS = [
     ),
     row("tfrecord", "{}: feature {} is", mixed_records, "t.tfrecord", "{(--fields -\\w)}"),
     row(
-        "kinds", "; to take each as bytes", (hdf5("d/a.nc", x=np.arange(9)), hdf5("d/b.nc", x=np.arange(9))), "d",
+        "kinds", "; to read each file as bytes", (hdf5("d/a.nc", x=np.arange(9)), hdf5("d/b.nc", x=np.arange(9))), "d",
         "--read-as objects",
     ),
-    row("tar", "{}: cut at the first dot", tar(*[f"2024.{n}.0.npy" for n in range(120)]), "t.tar", "--stem last"),
+    row("tar", "{}: names cut at the first dot", tar(*[f"2024.{n}.0.npy" for n in range(120)]), "t.tar", "--stem last"),
+    row(
+        "value_format", "unknown --value-format", files("0-39.bin"), "d --value-format other", "--value-format bytes",
+        "--value-format raw:uint8,1",
+    ),
     row(
         "value_format", "--value-format {} describes", files("0-39.bin"), "d --value-format raw:uint8,0",
         "--value-format raw:uint8,1",
     ),
     row(
-        "value_format", "; it may hold {} samples", files("0-39.bin", body=b"1234"), "d --value-format raw:uint8,2",
+        "value_format", "; if it holds {} samples", files("0-39.bin", body=b"1234"), "d --value-format raw:uint8,2",
         "--value-format raw:uint8,2 --read-as files",
     ),
     row("segments", "--start-early is for folders of objects, not", hdf5(x=np.arange(12)), "t.h5 --start-early", ""),
     row("segments", "--start-early needs a store", ARRAYS, "d --start-early", ""),
     row(
-        "shapes", "{} has the fields {}, the", (tars, tar("a.x.npy", "a.y.npy", "a.z.npy", name="d/20.tar")), "d",
+        "shapes", "{} has the fields {}, but", (tars, tar("a.x.npy", "a.y.npy", "a.z.npy", name="d/20.tar")), "d",
         "--fields x",
     ),
     row(
@@ -360,7 +365,7 @@ ROWS = [
         ("pull d --all --order sequential --on-error skip --cache x", "pull d --all --cache y --stem '(.*)'"),
     ),
     Row(
-        "sources/objects.py", "object {} has {}, and at most",
+        "sources/objects.py", "object {} has {}, but at most",
         (samples(*[b"x"] * 200, end="a"), "$ truncate -s 5G d/150.a", "pull d --all --order sequential --cache x"),
         "pull d --all --order sequential --on-error skip --cache x",
     ),
@@ -370,7 +375,7 @@ ROWS = [
         ("pull a.h5 --all --cache x", "pull a.h5 --all --cache x --fields x --dataset other"),
     ),
     Row(
-        "sources/ours.py", "{} is not what",
+        "sources/ours.py", "{} does not fit the files",
         (
             "convert a.h5 --to lmdb --out two --shard-size 1", "$ rm two/part-00000*", "pull two --all --cache x",
         ),
@@ -403,32 +408,30 @@ def test_the_advice_of_a_message_works(world: World, row: Row) -> None:
 
 
 @follows("sources/options.py", "--concurrency must be")
-def test_the_bounds_of_a_number_that_are_named_are_taken(world: World) -> None:
+def test_the_bounds_of_a_number_in_a_message_are_accepted(world: World) -> None:
     world.raises(lambda: SourceOptions(concurrency=0))
     world.works("pull src --samples 1 --concurrency 1 --cache new")
     world.works("pull src --samples 1 --concurrency 1024 --cache new")
 
 
 @follows("sources/options.py", "--list-workers must be")
-def test_the_bounds_of_list_workers_are_taken(world: World) -> None:
+def test_the_bounds_of_list_workers_are_accepted(world: World) -> None:
     world.raises(lambda: SourceOptions(list_workers=257))
     world.works("pull src --samples 1 --list-workers 1 --cache new")
     world.works("pull src --samples 1 --list-workers 256 --cache new")
 
 
-@follows("sources/raw.py", "{}: raw numbers do not")
-def test_files_of_numbers_are_read_with_the_format_that_is_asked_for(world: World) -> None:
+@follows("sources/raw.py", "{}: a file of raw numbers")
+def test_raw_files_are_read_with_the_requested_value_format(world: World) -> None:
     file = SourceFile(world.folder / "d/0.bin", 1, MemoryRanges(memoryview(b"x")))
     world.raises(lambda: open_raw(file, SourceOptions()))
     files("0-39.bin")(world.folder)
     world.works("pull d --all --cache x --read-as files --value-format raw:uint8,1")
 
 
-@follows("sources/file_listing.py", "{} is packed as a whole")
+@follows("sources/file_listing.py", "{} is compressed")
 @pytest.mark.parametrize("way", ["unpack", "convert"])
-def test_an_archive_that_is_packed_is_unpacked_or_converted(
-    world: World, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compressed_archive_is_unpacked_or_converted(world: World, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_listing, "MAX_WHOLE", 100)
     packed_archive = world.folder / "a.tar.gz"
     packed_archive.write_bytes(gzip.compress((world.folder / "a.tar").read_bytes()))
@@ -438,9 +441,9 @@ def test_an_archive_that_is_packed_is_unpacked_or_converted(
     world.works(f"pull {'new' if way == 'convert' else 'a.tar'} --all --cache x")
 
 
-@follows("sources/segments.py", "--start-early is for folders of objects; {}")
+@follows("sources/segments.py", "--start-early is for folders of objects, but {}")
 @follows("sources/segments.py", "--start-early cuts names")
-def test_a_listing_in_a_bucket_that_starts_early_needs_objects_of_names_that_are_cut(world: World, moto: Moto) -> None:
+def test_start_early_in_a_bucket_needs_objects_and_a_chosen_stem(world: World, moto: Moto) -> None:
     world.environment |= moto.env
     moto.put("early-files", {f"{name}.h5": (world.folder / "a.h5").read_bytes() for name in "ab"})
     moto.put("early-dates", {f"2024.01.{day:02d}.bin": b"x" for day in range(1, 31)})

@@ -1,4 +1,4 @@
-"""What messages of stores advise."""
+"""The advice of messages of stores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tests.advice.conftest import World, follows
 from tests.advice.test_pull import numbered
 
 
-@follows("stores/base.py", "\nlist objects again")
+@follows("stores/base.py", "\nlist the source again")
 @pytest.mark.parametrize("option", ["--refresh", "--dataset other", "--on-error skip"])
-def test_an_object_that_changed_is_listed_again_or_left_out(world: World, option: str) -> None:
+def test_a_changed_object_is_listed_again_or_skipped(world: World, option: str) -> None:
     numbered(world.folder / "many", 200)
     world.works("pull many --samples 1 --order sequential --cache x")
     np.save(world.folder / "many/150.npy", np.zeros(4, "i8"))

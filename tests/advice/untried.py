@@ -1,4 +1,4 @@
-"""Messages whose advice no test here follows, and why: by module, and how the message begins."""
+"""The messages whose advice no test follows, and the reasons: by module, and by the first words of the message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("cluster/pull.py", ""): _RAY + "tests/cluster/test_pull.py and tests/ray/test_pull.py make the messages",
     ("cluster/verbs.py", "no node has a cache"): _RAY + "tests/ray/test_advice.py follows it",
     ("cluster/verbs.py", "nodes {} and {} share"): _RAY + "tests/ray/test_advice.py follows it",
-    ("conversion/to_files.py", "{} does not see the folder"): _RAY + "tests/ray/test_convert.py makes the message",
+    ("conversion/to_files.py", "{} does not see {}, the folder"): _RAY + "tests/ray/test_convert.py makes the message",
     ("core/nodes.py", "a node is called"): _RAY + "advises how to start one",
     ("formats/tfrecord_package.py", "the tfrecord package"): "would change what is installed here",
     ("loaders/tensorflow.py", "dataset {} has no samples"): "TensorFlow; tests/loaders/test_tensorflow.py follows it",
@@ -28,10 +28,10 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("proc/disk.py", "out of memory"): "memory; tests/faults/test_environments.py sets limits (soak)",
     (
         "sources/blame.py",
-        "\nrun this again",
+        "\nrun the command again",
     ): "objects that change; tests/cli/test_convert_skip.py follows it",
     ("sources/classes.py", ""): "tests/cli/test_classes.py follows it",
-    ("sources/grouping.py", "{}: most of the objects"): "a bucket; tests/cli/test_mixed_folders.py follows it",
+    ("sources/grouping.py", "{}: most of the new objects"): "a bucket; tests/cli/test_mixed_folders.py follows it",
     (
         "sources/parquet.py",
         "{}: {} has {} rows",

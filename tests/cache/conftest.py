@@ -1,4 +1,4 @@
-"""A small cache and a way to put shards into it without formats: the cache knows bytes, not samples."""
+"""A small cache, and a function that commits shards without a format: the catalog knows bytes, not samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cap: what is charged is what the disk has, and nothing is written that was not reserved."""
+"""The cap: charged bytes are those on the disk, and nothing is written without a reservation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Put = Callable[..., str]
 
 
 def du(root: Path) -> int:
-    """The larger of both ways to count."""
+    """Return the bytes that a folder takes, apparent or allocated, whichever is larger."""
     allocated = int(subprocess.run(["du", "-sB1", root], capture_output=True, text=True, check=True).stdout.split()[0])
     apparent = int(subprocess.run(["du", "-sb", root], capture_output=True, text=True, check=True).stdout.split()[0])
     return max(allocated, apparent)
@@ -39,14 +39,14 @@ def test_charged_bytes_of_a_shard_are_those_on_disk(cache: CacheDir, put: Put) -
         assert shard.bytes == tree_bytes(shard.path)
 
 
-def test_used_never_falls_below_what_the_disk_has(cache: CacheDir, put: Put) -> None:
+def test_used_bytes_are_never_less_than_those_on_disk(cache: CacheDir, put: Put) -> None:
     for size in (1, 4096, 100_000, 250_001):
         put(size)
 
         assert du(cache.root) <= cache.usage().total <= cache.max_size
 
 
-def test_a_reservation_is_charged_whole_and_shrinks_at_commit(cache: CacheDir) -> None:
+def test_a_reservation_is_charged_in_full_and_shrinks_at_commit(cache: CacheDir) -> None:
     before = cache.usage().total
     with cache.stage(dataset="default", schema=SCHEMA, format="lmdb", bound=1_000_000) as staging:
         reserved = cache.usage()
@@ -67,28 +67,30 @@ def test_a_pull_at_the_cap_evicts_the_oldest_and_stays_under_it(cache: CacheDir,
     assert sorted(os.listdir(cache.root / "shards")) == sorted(left)
 
 
-def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put: Put) -> None:
+def test_a_writer_that_may_not_evict_fails_at_once_in_a_full_cache(cache: CacheDir, put: Put) -> None:
     fits = (cache.max_size - cache.usage().total) // 250_000
     for _ in range(fits):
         put(200_000)
     put(cache.max_size - cache.usage().total - 70_000)
     with pytest.raises(
         CapBlocked,
-        match=r"cache is full: [\d.]+ MB of 4.0 MB are taken, up to [\d.]+ kB more are needed: nothing is evicted",
+        match=r"cache is full: [\d.]+ MB of 4.0 MB are used, up to [\d.]+ kB more are needed: ",
     ):
         put(200_000)
 
 
-def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: CacheDir, put: Put) -> None:
-    """What is taken, what is needed and the size to evict to are one sum; doing as told makes room, to the byte."""
+def test_the_error_of_a_full_cache_has_consistent_numbers_and_a_command_that_works(cache: CacheDir, put: Put) -> None:
+    """Bytes taken, bytes needed and the size to evict to add up. After the advised command the shard fits, to the
+    byte.
+    """
     while cache.max_size - cache.usage().total > 250_000:
         put(200_000)
     put(cache.max_size - cache.usage().total - 70_000)
     with pytest.raises(CapBlocked) as caught:
         put(200_000)
     told = re.fullmatch(
-        r"cache is full: (.+) of 4.0 MB are taken, up to (.+) more are needed: nothing is evicted for this;\n"
-        r"raise --max-size, or make room with: cachetool evict --max-size (\d+) --cache (\S+)",
+        r"cache is full: (.+) of 4.0 MB are used, up to (.+) more are needed: .*;\n"
+        r"raise --max-size, or .*: cachetool evict --max-size (\d+) --cache (\S+)",
         str(caught.value),
     )
     assert told is not None, str(caught.value)
@@ -101,7 +103,7 @@ def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: Cache
     put(200_000)
 
 
-def test_a_minimum_counts_that_the_catalog_is_about_to_grow(cache: CacheDir, root: Path) -> None:
+def test_the_minimum_cap_includes_the_growth_of_the_catalog(cache: CacheDir, root: Path) -> None:
     with cache.catalog.write() as connection:
         for number in range(700):
             connection.execute("INSERT INTO evictions VALUES (?, '', '', 0, 0, 0)", (f"{number:0180d}",))
@@ -114,8 +116,8 @@ def test_a_minimum_counts_that_the_catalog_is_about_to_grow(cache: CacheDir, roo
         put_shard(larger, 5_000_000)
 
 
-def test_each_pull_counts_the_shards_that_went_for_it(cache: CacheDir, put: Put, tmp_path: Path) -> None:
-    """Two pulls at once, and an eviction that somebody asked for beside them."""
+def test_each_pull_counts_the_shards_evicted_for_it(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    """Two pulls run at the same time, beside an eviction by a user."""
     (tmp_path / "listing").mkdir()
     jobs = []
     for name in (Id("a" * 16), Id("b" * 16)):
@@ -163,8 +165,8 @@ def test_a_shard_that_can_never_fit_is_refused_with_the_minimum(cache: CacheDir,
 
 
 @pytest.mark.parametrize("size", [0, 1, 1_000_000])
-def test_a_cap_below_the_caches_own_files_is_refused_before_anything_is_made(root: Path, size: int) -> None:
-    with pytest.raises(CapTooSmall, match="own files need"):
+def test_a_cap_below_the_caches_own_files_is_refused_before_a_file_is_created(root: Path, size: int) -> None:
+    with pytest.raises(CapTooSmall, match="own files"):
         open_cache(root, max_size=size)
 
     assert not root.exists()
@@ -173,7 +175,7 @@ def test_a_cap_below_the_caches_own_files_is_refused_before_anything_is_made(roo
 def test_a_free_disk_floor_is_kept(root: Path) -> None:
     with open_cache(root, max_size="4MB", min_free="4000PB") as cache:
         cache.declare("default", SCHEMA)
-        with pytest.raises(Exception, match="above the floor"):
+        with pytest.raises(CapacityError, match="--min-free"):
             put_shard(cache, 1000)
 
 
@@ -188,14 +190,14 @@ def test_nothing_is_evicted_for_a_floor_that_evictions_cannot_reach(
     disk = 10_000_000 + tree_bytes(root / "shards")
     with open_cache(root, min_free=10_000_000 + (50_000 if reached else 500_000)) as cache:
         monkeypatch.setattr(cache.layout, "free_disk", lambda: disk - tree_bytes(root / "shards"))
-        with contextlib.nullcontext() if reached else pytest.raises(CapacityError, match="above the floor"):
+        with contextlib.nullcontext() if reached else pytest.raises(CapacityError, match="--min-free"):
             put_shard(cache, 1000, room=Room(evict=True, wait=0))
 
         assert [shard.samples for shard in cache.shards()] == [10, 10, 10]
         assert sum(row["shards"] for row in cache.catalog.rows("SELECT shards FROM evictions")) == int(reached)
 
 
-def test_the_cap_is_stored_and_another_one_takes_effect_at_the_next_write(root: Path) -> None:
+def test_the_cap_is_stored_and_a_new_cap_takes_effect_at_the_next_write(root: Path) -> None:
     with open_cache(root, max_size="4MB") as cache:
         cache.declare("default", SCHEMA)
     with open_cache(root) as cache:
@@ -206,7 +208,7 @@ def test_the_cap_is_stored_and_another_one_takes_effect_at_the_next_write(root: 
         assert cache.max_size == 6_000_000
 
 
-def test_another_cap_is_refused_while_another_process_uses_the_cache(cache: CacheDir) -> None:
+def test_a_new_cap_is_refused_while_another_process_uses_the_cache(cache: CacheDir) -> None:
     cache.recover()
     _ = cache.holder
     with cache.snapshot():
@@ -237,8 +239,8 @@ def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
         assert cache.usage().overhead > before
 
 
-def test_a_limit_that_another_process_raised_is_seen_by_those_that_were_open(root: Path) -> None:
-    """SQLite's limit belongs to a connection: a reader must not find the disk full because a puller needed more."""
+def test_open_connections_use_a_page_limit_that_another_process_raised(root: Path) -> None:
+    """SQLite's page limit belongs to a connection. A reader must not fail because a pull raised the limit."""
     with open_cache(root, max_size="40MB") as cache, CacheDir(root) as other:
         cache.declare("default", SCHEMA)
         pages = other.catalog.number("pages")
@@ -256,14 +258,12 @@ def test_a_limit_that_another_process_raised_is_seen_by_those_that_were_open(roo
         assert len(other.catalog.rows("SELECT id FROM events")) == 50
 
 
-def test_a_cap_below_what_is_used_is_refused_with_the_command_that_makes_room(root: Path) -> None:
+def test_a_cap_below_the_used_bytes_is_refused_with_the_evict_command(root: Path) -> None:
     with open_cache(root, max_size="9MB") as cache:
         put_shard(cache, 3_000_000)
         put_shard(cache, 3_000_000)
         used = cache.usage().total
-    with pytest.raises(
-        CapTooSmall, match=rf"{format_size(used)} are used; make room first with: cachetool evict --max-size 5000000"
-    ):
+    with pytest.raises(CapTooSmall, match=rf"{format_size(used)} are used; .* cachetool evict --max-size 5000000"):
         open_cache(root, max_size=5_000_000)
     with open_cache(root) as cache:
         assert cache.max_size == 9_000_000
@@ -273,7 +273,7 @@ def test_a_cap_below_what_is_used_is_refused_with_the_command_that_makes_room(ro
         assert cache.max_size == 5_000_000
 
 
-def test_another_cap_is_refused_at_the_first_write_when_somebody_came_since_it_was_opened(root: Path) -> None:
+def test_a_new_cap_is_refused_at_the_first_write_if_another_process_opened_the_cache_meanwhile(root: Path) -> None:
     with open_cache(root, max_size="9MB") as cache:
         cache.declare("default", SCHEMA)
         put_shard(cache, 1000)

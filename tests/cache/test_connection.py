@@ -22,8 +22,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lets_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Another connection that does as told, and ends its transaction while the tested one sleeps for the second time;
-    gives the statements it did then."""
+    """Open another connection that holds a lock and ends its transaction while the tested connection sleeps for the
+    second time. Return the statements of that moment.
+    """
     other = sqlite3.connect(path, isolation_level=None)
     done: list[str] = []
 
@@ -57,7 +58,7 @@ def test_a_reader_waits_for_a_commit(path: Path, lets_go: Callable[..., list[str
     assert done == ["", "COMMIT"]
 
 
-def test_a_commit_waits_for_a_reader_and_is_whole(path: Path, lets_go: Callable[..., list[str]]) -> None:
+def test_a_commit_waits_for_a_reader_and_is_complete(path: Path, lets_go: Callable[..., list[str]]) -> None:
     done = lets_go("BEGIN", "SELECT * FROM t")
     own = connect(path)
     own.execute("BEGIN IMMEDIATE")
@@ -68,7 +69,7 @@ def test_a_commit_waits_for_a_reader_and_is_whole(path: Path, lets_go: Callable[
     assert sqlite3.connect(path).execute("SELECT x FROM t").fetchall() == [(1,)]
 
 
-def test_patience_ends(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_the_lock_ends_with_an_error(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "_LOOKS", 2)
     with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")

@@ -1,4 +1,4 @@
-"""Eviction: policies in order, protection, leases that no eviction disturbs."""
+"""Eviction: the order of the policies, protection, and leases that no eviction disturbs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ rows = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(rows=rows, excess=st.integers(-10, 3 * 10**6), epochs=st.integers(0, 3), dataset=st.sampled_from([None, "a"]))
-def test_a_policy_chooses_enough_but_not_more_and_never_what_is_protected(
+def test_a_policy_chooses_just_enough_shards_and_never_protected_ones(
     policy: str, rows: list[Candidate], excess: int, epochs: int, dataset: str | None
 ) -> None:
     victims = choose(rows, excess=excess, policy=policy, min_epochs=epochs, dataset=dataset, keep_job="me")
@@ -57,7 +57,7 @@ def test_a_policy_chooses_enough_but_not_more_and_never_what_is_protected(
     )
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_policy_is_refused_with_the_list_of_policies() -> None:
     with pytest.raises(UsageError, match="oldest, most-used, lru, random"):
         choose([], excess=1, policy="newest")
 
@@ -74,7 +74,7 @@ def test_evict_reaches_its_target_and_keeps_the_cap(cache: CacheDir, put: Put) -
     assert cache.max_size == 4_000_000
 
 
-def test_a_dry_run_deletes_nothing_and_plans_what_evict_then_does(cache: CacheDir, put: Put) -> None:
+def test_a_dry_run_deletes_nothing_and_shows_the_plan_of_the_eviction(cache: CacheDir, put: Put) -> None:
     for _ in range(10):
         put()
     plan = cache.evict("1.6MB", dry_run=True).plan
@@ -83,7 +83,7 @@ def test_a_dry_run_deletes_nothing_and_plans_what_evict_then_does(cache: CacheDi
     assert cache.evict("1.6MB").plan == plan
 
 
-def test_a_leased_shard_is_retired_and_goes_when_the_lease_ends(cache: CacheDir, put: Put) -> None:
+def test_a_leased_shard_is_retired_and_deleted_when_the_lease_ends(cache: CacheDir, put: Put) -> None:
     for _ in range(5):
         put()
     snapshot = cache.snapshot()
@@ -104,15 +104,15 @@ def test_a_leased_shard_is_retired_and_goes_when_the_lease_ends(cache: CacheDir,
 
 
 def empty_size(cache: CacheDir) -> int:
-    """Bytes that are charged when there is no shard."""
+    """Return the bytes that are charged for a cache without shards."""
     usage = cache.usage()
     return usage.overhead + usage.listings
 
 
-def test_a_target_below_an_empty_cache_is_refused_before_anything_goes(cache: CacheDir, put: Put) -> None:
+def test_a_target_below_an_empty_cache_is_refused_before_anything_is_evicted(cache: CacheDir, put: Put) -> None:
     shard = put()
     least = empty_size(cache)
-    with pytest.raises(CapTooSmall, match=f"without any shard it takes .* MB; the least is --max-size {least}$"):
+    with pytest.raises(CapTooSmall, match=rf" MB .*--max-size {least}$"):
         cache.evict(least - 1)
     assert [each.id for each in cache.shards()] == [shard]
 
@@ -120,7 +120,7 @@ def test_a_target_below_an_empty_cache_is_refused_before_anything_goes(cache: Ca
     assert cache.shards() == []
 
 
-def test_epochs_served_are_counted_and_protect(cache: CacheDir, put: Put) -> None:
+def test_served_epochs_are_counted_and_min_epochs_protects_shards(cache: CacheDir, put: Put) -> None:
     old = put()
     with cache.snapshot() as snapshot:
         snapshot.served()
@@ -132,7 +132,7 @@ def test_epochs_served_are_counted_and_protect(cache: CacheDir, put: Put) -> Non
     assert [shard.id for shard in cache.shards()] == [new]
 
 
-def test_a_replaced_shard_leaves_in_the_same_version_and_hands_on_its_age(cache: CacheDir, put: Put) -> None:
+def test_a_replacement_appears_in_one_version_and_keeps_the_age_of_the_old_shard(cache: CacheDir, put: Put) -> None:
     old, other = put(), put()
     with cache.snapshot() as before:
         version = before.version
@@ -156,7 +156,7 @@ def test_the_event_log_is_bounded(cache: CacheDir) -> None:
     assert rows[0]["subject"] == "50"
 
 
-def test_what_cannot_be_deleted_keeps_nothing_else_and_is_told(root: Path, put: Put, cache: CacheDir) -> None:
+def test_a_shard_that_cannot_be_deleted_is_reported_and_blocks_no_other(root: Path, put: Put, cache: CacheDir) -> None:
     ids = [put() for _ in range(4)]
     stuck = root / "shards" / ids[1] / "data.lmdb"
     if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", stuck], capture_output=True).returncode:
@@ -173,7 +173,9 @@ def test_what_cannot_be_deleted_keeps_nothing_else_and_is_told(root: Path, put: 
     assert os.listdir(root / "shards") == []
 
 
-def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_another_process_cannot_delete_is_reported(
+    cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(eviction, "_DELETING", 0.0)
     shard = put()
     with cache.catalog.write() as connection:
@@ -183,11 +185,11 @@ def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, m
         )
         connection.execute("UPDATE shards SET state = 'trash', holder = '0123456789abcdef' WHERE id = ?", (shard,))
 
-    with pytest.raises(CapBlocked, match=r"stay:\n1 shard \(.* kB\) evicted before, whose files could not be deleted"):
+    with pytest.raises(CapBlocked, match=r"remain:\n1 shard \(.* kB\) already evicted"):
         cache.evict(empty_size(cache))
 
 
-def test_lru_says_by_which_time_it_chose_in_the_plan_and_in_the_event(cache: CacheDir, put: Put) -> None:
+def test_lru_reports_the_time_of_last_use_in_the_plan_and_the_event(cache: CacheDir, put: Put) -> None:
     old, new = put(), put()
     with cache.catalog.write() as connection:
         connection.execute("UPDATE shards SET used = 1e9 WHERE id = ?", (new,))

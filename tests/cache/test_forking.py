@@ -1,5 +1,6 @@
-"""What a forked child has of its parent's cache, whatever the parent's threads were doing; and what happens to a thread
-whose signal handler, or another thread, uses or closes the cache in the middle of a call."""
+"""A forked child's use of its parent's cache, whatever the parent's threads do during the fork. Also: a signal handler
+or another thread that uses or closes the cache in the middle of a call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LEASES = "import sys, cachetool; print(len(cachetool.open_cache(sys.argv[1]).sta
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """Whether it was true in a forked child, which has a minute."""
+    """Return the result of ``work`` in a forked child, which has a minute."""
     child = os.fork()
     if not child:
         code = 1
@@ -39,7 +40,7 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event, threading.Event], None]) -> Iterator[threading.Event]:
-    """A thread that does ``work`` until it is in the middle of it; goes on when the event is set."""
+    """Run ``work`` in a thread and return while it is in the middle. It continues when the event is set."""
     inside, go = threading.Event(), threading.Event()
     thread = threading.Thread(target=work, args=(inside, go))
     thread.start()
@@ -52,14 +53,14 @@ def beside(work: Callable[[threading.Event, threading.Event], None]) -> Iterator
 
 
 def leases(cache: CacheDir) -> int:
-    """As another process counts them, which recovers first."""
+    """Return the leases that another process counts. It recovers dead holders first."""
     done = subprocess.run([sys.executable, "-c", LEASES, cache.root], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Have something done by a signal's handler, at the next ``signal.raise_signal(signal.SIGUSR1)``."""
+    """Run a function in a signal handler at the next ``signal.raise_signal(signal.SIGUSR1)``."""
     before = signal.getsignal(signal.SIGUSR1)
 
     def by(work: Callable[[], object]) -> None:
@@ -77,8 +78,8 @@ def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
 def test_a_fork_waits_for_the_transaction_of_another_thread(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """SQLite would else believe in the child that the process has its lock, for ever."""
-    monkeypatch.setattr(catalog, "_LOOKS", 500)  # of a minute, a second or two
+    """Otherwise SQLite in the child would believe for ever that its process holds the lock."""
+    monkeypatch.setattr(catalog, "_LOOKS", 500)  # a second or two instead of a minute
     put_shard(cache)
 
     def transaction(inside: threading.Event, go: threading.Event) -> None:
@@ -97,7 +98,7 @@ def test_a_fork_waits_for_the_transaction_of_another_thread(
     assert cache.snapshot().samples == 10
 
 
-def test_a_thread_that_waits_for_the_forking_one_does_not_stop_it_for_ever(
+def test_a_fork_does_not_deadlock_with_a_thread_that_waits_for_the_forking_thread(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forking, "_PATIENCE", 0.05)
@@ -115,8 +116,8 @@ def test_a_thread_that_waits_for_the_forking_one_does_not_stop_it_for_ever(
     assert waited == [True]
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # Python ignores what hooks raise
-def test_threads_that_fork_at_once_leave_no_lock_behind(cache: CacheDir) -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # Python ignores exceptions in fork hooks
+def test_threads_that_fork_at_the_same_time_leave_no_lock_behind(cache: CacheDir) -> None:
     others = [CacheDir(cache.root) for _ in range(3)]
     for each in (cache, *others):
         _ = each.catalog.number("version")
@@ -140,7 +141,7 @@ def test_threads_that_fork_at_once_leave_no_lock_behind(cache: CacheDir) -> None
     assert free == [True] * 4
 
 
-def test_a_child_forked_while_a_holder_is_made_opens_the_cache(
+def test_a_child_forked_while_a_holder_is_created_opens_the_cache(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = holders._make_locked
@@ -165,7 +166,7 @@ def test_a_child_forked_while_a_holder_is_made_opens_the_cache(
         assert in_child(opens)
 
 
-def test_a_childs_lease_of_an_inherited_cache_outlives_another_use_of_it(cache: CacheDir) -> None:
+def test_a_childs_lease_of_an_inherited_cache_survives_other_uses_of_the_cache(cache: CacheDir) -> None:
     put_shard(cache)
 
     def leased() -> bool:
@@ -177,7 +178,7 @@ def test_a_childs_lease_of_an_inherited_cache_outlives_another_use_of_it(cache: 
     assert in_child(leased)
 
 
-def test_a_child_that_closes_the_cache_of_its_parent_keeps_its_own(cache: CacheDir) -> None:
+def test_a_child_that_closes_its_parents_cache_keeps_its_own_cache_open(cache: CacheDir) -> None:
     put_shard(cache)
     cache.snapshot()
 
@@ -191,7 +192,7 @@ def test_a_child_that_closes_the_cache_of_its_parent_keeps_its_own(cache: CacheD
     assert [row["pid"] for row in cache.stats().leases] == [os.getpid()]
 
 
-def test_what_a_handler_asks_in_the_middle_of_a_transaction_does_not_undo_it(
+def test_a_signal_handler_that_queries_the_cache_does_not_undo_the_transaction(
     cache: CacheDir, interrupted: Callable[[Callable[[], object]], None]
 ) -> None:
     said: list[str] = []
@@ -206,11 +207,11 @@ def test_what_a_handler_asks_in_the_middle_of_a_transaction_does_not_undo_it(
         own.execute("INSERT INTO evictions VALUES ('first', '', '', 0, 0, 0)")
         signal.raise_signal(signal.SIGUSR1)
         own.execute("INSERT INTO evictions VALUES ('second', '', '', 0, 0, 0)")
-    assert "a signal's handler interrupted its use" in said[0]
+    assert "a signal handler interrupted" in said[0]
     assert len(cache.catalog.rows("SELECT * FROM evictions")) == 2
 
 
-def test_a_cache_that_a_handler_closes_in_the_middle_of_a_transaction_says_so_and_leaves_nothing(
+def test_a_cache_closed_by_a_signal_handler_in_a_transaction_raises_and_leaves_nothing(
     cache: CacheDir, interrupted: Callable[[Callable[[], object]], None]
 ) -> None:
     put_shard(cache)
@@ -231,7 +232,7 @@ def test_a_cache_that_a_handler_closes_in_the_middle_of_a_transaction_says_so_an
 
 
 @pytest.mark.parametrize("by", ["a handler", "a thread"])
-def test_a_snapshot_of_a_cache_that_is_closed_meanwhile_is_refused_and_no_file_is_closed_twice(
+def test_a_snapshot_of_a_cache_closed_meanwhile_raises_and_no_file_is_closed_twice(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[[Callable[[], object]], None], by: str
 ) -> None:
     put_shard(cache)
@@ -240,7 +241,8 @@ def test_a_snapshot_of_a_cache_that_is_closed_meanwhile_is_refused_and_no_file_i
 
     def close() -> None:
         cache.close()
-        files.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(8))  # they get the numbers that are free now
+        # these files get the descriptor numbers that are free now
+        files.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(8))
 
     interrupted(close)
     find = CacheDir.schema
@@ -259,12 +261,12 @@ def test_a_snapshot_of_a_cache_that_is_closed_meanwhile_is_refused_and_no_file_i
     with pytest.raises(UsageError, match="is closed"):
         cache.snapshot()
     for fd in files:
-        os.close(fd)  # it is still ours
+        os.close(fd)  # the descriptor still belongs to this test
     assert os.listdir(cache.root / "holders") == []
 
 
 @pytest.mark.parametrize("error", [CapacityError("the disk is full"), KeyboardInterrupt()])
-def test_what_a_closing_process_cannot_sign_out_is_taken_back_by_the_next_one(
+def test_a_holder_that_could_not_be_removed_at_close_is_removed_by_the_next_open(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     put_shard(cache)
@@ -280,7 +282,7 @@ def test_what_a_closing_process_cannot_sign_out_is_taken_back_by_the_next_one(
     assert leases(cache) == 0, "though the pid that had it still runs"
 
 
-def test_a_cache_opened_while_the_last_one_is_closed_keeps_its_lease_and_its_lock(
+def test_a_cache_opened_while_the_process_closes_its_last_one_keeps_lease_and_lock(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_shard(cache)
@@ -309,7 +311,7 @@ def test_a_cache_opened_while_the_last_one_is_closed_keeps_its_lease_and_its_loc
         assert again.catalog.rows("SELECT * FROM leases") == []
 
 
-def test_a_new_cap_beside_a_closing_use_of_this_process_is_taken(
+def test_a_new_cap_is_accepted_while_this_process_closes_the_cache(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.snapshot()
@@ -326,7 +328,7 @@ def test_a_new_cap_beside_a_closing_use_of_this_process_is_taken(
     cache.close()
 
 
-def test_members_of_a_set_that_grows_meanwhile_are_listed() -> None:
+def test_a_set_that_another_thread_extends_is_listed_without_an_error() -> None:
     class Growing(weakref.WeakSet[Any]):
         grown = False
 

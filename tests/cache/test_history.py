@@ -1,4 +1,4 @@
-"""What is kept of the past: points of the cache's life and its newest epochs, bounded, and never in the way."""
+"""The history: points of the cache's past and its newest epochs, in a bounded file that never blocks other work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Put = Callable[..., str]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the time that the history sees."""
+    """Set the time that the history reads."""
 
     def put(seconds: float) -> None:
         monkeypatch.setattr(history.time, "time", lambda: seconds)
@@ -38,7 +38,7 @@ def epoch(cache: CacheDir, delivered: Delivered | None = None, **more: object) -
         snapshot.served(delivered)
 
 
-def test_commits_evictions_and_epochs_leave_points_with_the_totals_of_that_moment(
+def test_commits_evictions_and_epochs_add_points_with_the_current_totals(
     cache: CacheDir, put: Put, clock: Callable[[float], None], tmp_path: Path
 ) -> None:
     (tmp_path / "listing").mkdir()
@@ -70,7 +70,7 @@ def test_commits_evictions_and_epochs_leave_points_with_the_totals_of_that_momen
     assert [point["evicted"] for point in points] == [{}, {}, {}, {}, {"evict": evicted}]
 
 
-def test_a_second_has_one_point_however_much_is_committed(
+def test_a_second_has_one_point_for_any_number_of_commits(
     cache: CacheDir, put: Put, clock: Callable[[float], None]
 ) -> None:
     for tenth in range(25):
@@ -81,7 +81,7 @@ def test_a_second_has_one_point_however_much_is_committed(
 
 
 def test_a_life_of_years_keeps_some_hundred_points_with_the_last_hour_in_more_detail() -> None:
-    """Two years in which something is committed every five hours, then an hour of a commit a second."""
+    """Two years with a commit every five hours, then an hour with a commit per second."""
     times = [1e9 + 5 * 3600 * number for number in range(3504)]
     times += [times[-1] + second for second in range(1, 3600)]
     rows: list[dict[str, Any]] = []
@@ -97,13 +97,13 @@ def test_a_life_of_years_keeps_some_hundred_points_with_the_last_hour_in_more_de
     assert sum(at > times[-1] - 3600 for at in points) >= 4, "what is new is told in more detail"
 
 
-def test_least_missed_keeps_the_ends_and_takes_the_narrowest_gap() -> None:
+def test_thinning_keeps_both_ends_and_drops_the_point_in_the_narrowest_gap() -> None:
     assert history.least_missed([0.0, 10.0, 11.0, 20.0], now=20.0) in (1, 2)
     assert history.least_missed([0.0, 1.0, 100.0, 101.0, 102.0], now=10**6) == 3
     assert history.least_missed([0.0, 1000.0, 2000.0, 1e6 - 2000, 1e6 - 1000, 1e6], now=1e6) == 1, "old ones go first"
 
 
-def test_epochs_are_kept_with_what_the_loader_told_of_them_the_newest_two_hundred(cache: CacheDir, put: Put) -> None:
+def test_the_newest_200_epochs_are_kept_with_the_loaders_figures(cache: CacheDir, put: Put) -> None:
     put(100_000)
     epoch(cache, Delivered(seconds=2.5, batches=7, waits=3, waited=0.5), run="job", epoch=4)
     epoch(cache)
@@ -123,7 +123,7 @@ def test_epochs_are_kept_with_what_the_loader_told_of_them_the_newest_two_hundre
     assert history_of(cache.layout, dataset="other").epochs == []
 
 
-def test_the_file_keeps_below_its_limit(cache: CacheDir, put: Put) -> None:
+def test_the_history_file_stays_below_its_size_limit(cache: CacheDir, put: Put) -> None:
     put(100_000)
     for _ in range(200):
         epoch(cache, Delivered(1.0, 1, 1, 0.1), run="r" * 3000)
@@ -133,7 +133,7 @@ def test_the_file_keeps_below_its_limit(cache: CacheDir, put: Put) -> None:
 
 
 @pytest.mark.parametrize("bad", ["{", "[]", "[" * 100_000, '{"points": 3, "epochs": []}', "x" * (HISTORY_LIMIT + 1)])
-def test_a_bad_file_is_no_history_and_is_replaced(cache: CacheDir, put: Put, bad: str) -> None:
+def test_a_damaged_history_file_counts_as_empty_and_is_replaced(cache: CacheDir, put: Put, bad: str) -> None:
     put(50_000)
     cache.layout.history.write_text(bad)
     assert history_of(cache.layout) == history.History([], [])
@@ -141,7 +141,7 @@ def test_a_bad_file_is_no_history_and_is_replaced(cache: CacheDir, put: Put, bad
     assert len(history_of(cache.layout).epochs) == 1
 
 
-def test_rows_that_make_no_sense_are_left_out(cache: CacheDir, put: Put) -> None:
+def test_invalid_rows_are_left_out(cache: CacheDir, put: Put) -> None:
     put(50_000)
     epoch(cache)
     sound = history_of(cache.layout)
@@ -151,7 +151,7 @@ def test_rows_that_make_no_sense_are_left_out(cache: CacheDir, put: Put) -> None
     assert history_of(cache.layout) == sound
 
 
-def test_a_folder_or_a_link_in_the_place_of_the_file_is_removed(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+def test_a_folder_or_link_in_place_of_the_history_file_is_removed(cache: CacheDir, put: Put, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     for make in (lambda: cache.layout.history.mkdir(), lambda: cache.layout.history.symlink_to(tmp_path / "mine")):
         put(50_000)
@@ -162,7 +162,7 @@ def test_a_folder_or_a_link_in_the_place_of_the_file_is_removed(cache: CacheDir,
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(cache: CacheDir, put: Put) -> None:
+def test_temporary_files_of_dead_processes_are_removed_and_those_of_living_ones_stay(cache: CacheDir, put: Put) -> None:
     aside = cache.layout.history_aside
     put(50_000)
     aside.touch()
@@ -183,8 +183,8 @@ def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(
     assert len(history_of(cache.layout).epochs) == 1
 
 
-def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted at the catalog: as many writes with it as without."""
+def test_the_history_adds_no_transaction(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the catalog: the same number of writes with and without the history."""
 
     def writes() -> int:
         begun: list[str] = []
@@ -208,7 +208,7 @@ def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, mon
     assert with_it == writes() > 0
 
 
-def test_a_rebuilt_catalog_begins_a_new_history(cache: CacheDir, put: Put) -> None:
+def test_a_rebuilt_catalog_starts_a_new_history(cache: CacheDir, put: Put) -> None:
     put(50_000)
     epoch(cache, Delivered(2.0, 5, 1, 0.25), run="job", epoch=0)
     cache.close()
@@ -219,7 +219,7 @@ def test_a_rebuilt_catalog_begins_a_new_history(cache: CacheDir, put: Put) -> No
         assert again.stats("default").served == 0
 
 
-def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+def test_reuse_is_reported_per_source(cache: CacheDir, put: Put, tmp_path: Path) -> None:
     (tmp_path / "listing").mkdir()
     from cachetool.cache import Origin
 
@@ -239,8 +239,8 @@ def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path)
     assert found == {f"s3://{'1' * 16}/": (300_000, 6.0), f"s3://{'2' * 16}/": (300_000, 1.5)}
 
 
-def test_pauses_between_pulls_are_told_as_pauses(cache: CacheDir, put: Put, clock: Callable[[float], None]) -> None:
-    """Each pull has a point where it begins and one where it ends, with what there was then, however short it was."""
+def test_pauses_between_pulls_are_recorded(cache: CacheDir, put: Put, clock: Callable[[float], None]) -> None:
+    """Each pull, however short, has a point at its begin and a point at its end, with the totals of these moments."""
 
     def pulled(began: float, seconds: float, shards: int) -> tuple[int, int]:
         clock(began)
@@ -270,7 +270,7 @@ def test_pulls_without_a_pause_between_them_share_points(cache: CacheDir, clock:
     assert points[-1] == 1e9 + 9.99
 
 
-def test_a_pull_a_convert_and_an_eviction_end_with_a_point_of_what_there_is_then(
+def test_a_pull_a_conversion_and_an_eviction_end_with_a_point_of_the_current_totals(
     cache: CacheDir, tmp_path: Path
 ) -> None:
     (tmp_path / "source").mkdir()

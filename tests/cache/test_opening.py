@@ -1,4 +1,4 @@
-"""Which folders are caches, and which are refused without being touched."""
+"""Opening: which folders are caches, and which are refused without a change."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_a_new_cache_is_on_disk_only_after_its_first_write(root: Path) -> None:
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_half_of_the_free_disk_is_the_cap_when_none_is_given(root: Path) -> None:
+def test_the_default_cap_is_half_of_the_free_disk(root: Path) -> None:
     said: list[str] = []
     cache = open_cache(root, notify=said.append)
 
     assert abs(cache.max_size - cache.layout.free_disk() // 2) < 10**9
-    assert said == []  # nothing is made yet, and nothing may come of it
+    assert said == []  # no file exists yet, and none may be created
     _ = cache.catalog
     assert len(said) == 1
     assert "half of the free disk" in said[0]
@@ -53,13 +53,13 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(UsageError, match="holds other things"):
+    with pytest.raises(UsageError, match="is not a cache"):
         open_cache(tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_missing_cache_is_not_made_by_a_command_that_only_reads(root: Path) -> None:
+def test_a_command_that_only_reads_creates_no_cache(root: Path) -> None:
     with pytest.raises(UsageError, match="there is no cache"):
         open_cache(root, create=False)
 
@@ -78,7 +78,7 @@ def test_a_newer_layout_and_a_newer_catalog_are_refused(cache: CacheDir, root: P
 
 
 @pytest.mark.parametrize("how", ["no application id", "migrated"])
-def test_a_cache_of_a_pre_release_is_one_line_and_is_not_changed(cache: CacheDir, root: Path, how: str) -> None:
+def test_a_cache_of_a_pre_release_is_refused_in_one_line_and_not_changed(cache: CacheDir, root: Path, how: str) -> None:
     put_shard(cache)
     cache.close()
     with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as raw:
@@ -95,7 +95,7 @@ def test_a_cache_of_a_pre_release_is_one_line_and_is_not_changed(cache: CacheDir
     assert (root / "catalog.sqlite3").read_bytes() == before
 
 
-def test_another_application_id_is_refused_and_mended(cache: CacheDir, root: Path) -> None:
+def test_a_foreign_application_id_is_refused_and_repaired(cache: CacheDir, root: Path) -> None:
     put_shard(cache)
     cache.close()
     with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as raw:
@@ -137,9 +137,7 @@ def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: 
 
 
 @pytest.mark.parametrize("name", ["catalog.sqlite3", "cachetool.json"])
-def test_a_folder_in_the_place_of_a_file_is_named_and_gives_way_to_a_repair(
-    cache: CacheDir, root: Path, name: str
-) -> None:
+def test_a_folder_in_place_of_a_file_is_named_and_replaced_by_a_repair(cache: CacheDir, root: Path, name: str) -> None:
     put_shard(cache)
     before = cache.max_size
     cache.close()
@@ -154,7 +152,7 @@ def test_a_folder_in_the_place_of_a_file_is_named_and_gives_way_to_a_repair(
         assert again.max_size == before
 
 
-def test_a_cache_of_a_relative_name_stays_where_it_is_when_the_program_goes_elsewhere(
+def test_a_cache_with_a_relative_path_stays_the_same_after_chdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -168,7 +166,7 @@ def test_a_cache_of_a_relative_name_stays_where_it_is_when_the_program_goes_else
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_new_cache_of_a_relative_name_is_made_where_it_was_named(
+def test_a_new_cache_with_a_relative_path_is_created_in_the_folder_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -179,7 +177,7 @@ def test_a_new_cache_of_a_relative_name_is_made_where_it_was_named(
     assert (tmp_path / "here" / "catalog.sqlite3").is_file()
 
 
-def test_the_environment_names_the_default_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_sets_the_default_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHETOOL_CACHE", str(root))
 
     assert open_cache().root == root
@@ -199,8 +197,8 @@ def test_shard_json_carries_its_checksum_and_its_id(cache: CacheDir) -> None:
         read_shard_json(folder.with_name("0" * 16))
 
 
-def test_a_command_in_a_message_names_the_cache_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the command takes that cache by itself; a name with blanks is fit for a shell."""
+def test_a_command_in_a_message_names_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is left out if the command uses that cache by default. A path with spaces is quoted for a shell."""
     root = tmp_path / "my cache"
     with open_cache(root, max_size="4MB") as cache:
         cache.declare("default", SCHEMA)
@@ -216,8 +214,8 @@ def test_a_command_in_a_message_names_the_cache_it_is_for(tmp_path: Path, monkey
     assert str(caught.value).endswith("run: cachetool verify --repair")
 
 
-def test_no_message_proposes_a_command_for_some_other_cache() -> None:
-    """Every command on a cache that the sources hold in a message is followed by the option that names the cache."""
+def test_no_message_advises_a_command_for_another_cache() -> None:
+    """Every command on a cache in a message of the source has the option that names the cache."""
     package = Path(cachetool.__file__).parent
     bare = re.compile(r'(?:run|with|see|is): cachetool (?:verify|evict|ls|stats|pull SOURCE|convert --to)[^"{\n]*"')
     found = [
@@ -228,7 +226,7 @@ def test_no_message_proposes_a_command_for_some_other_cache() -> None:
     assert found == []
 
 
-def test_what_may_not_be_looked_at_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_read_permission_is_not_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -237,13 +235,15 @@ def test_what_may_not_be_looked_at_is_no_cache(tmp_path: Path, monkeypatch: pyte
     assert not Layout(tmp_path).is_cache
 
 
-def test_a_file_system_that_tells_no_limits_takes_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_name_is_accepted_if_the_file_system_reports_no_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert too_long(tmp_path / ("a" * 300))
     monkeypatch.setattr("os.pathconf", lambda *_: -1)
     assert not too_long(tmp_path / ("a" * 300))
 
 
-def test_whose_cache_it_is_decides_what_helps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_depends_on_the_owner_of_the_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_cache(root, max_size="20MB") as cache:
         cache.declare("default", SCHEMA)
         folder = cache.layout.shards
@@ -253,7 +253,7 @@ def test_whose_cache_it_is_decides_what_helps(root: Path, monkeypatch: pytest.Mo
     assert f"the cache belongs to another user ({folder.stat().st_uid})" in str(known_error(refused))
 
 
-def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+def test_an_error_that_is_its_own_cause_is_examined_once() -> None:
     error = UsageError("raised again")
     error.__cause__ = error
     assert known_error(error) is None

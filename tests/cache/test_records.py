@@ -1,4 +1,4 @@
-"""``shard.json`` and the records beside listings: values that somebody else sealed."""
+"""``shard.json`` and the records beside listings, with values that an attacker could have written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cachetool.check.verify import verify
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of two shards."""
+    """Return a cache of two shards."""
     folder = tmp_path_factory.mktemp("pulled")
     (folder / "source").mkdir()
     for number in range(24):
@@ -29,7 +29,7 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(pulled: Path, tmp_path: Path) -> Path:
-    """That cache without its catalog."""
+    """Return a copy of that cache without its catalog."""
     shutil.copytree(pulled, tmp_path / "cache")
     (tmp_path / "cache" / "catalog.sqlite3").unlink()
     return tmp_path / "cache"
@@ -56,9 +56,7 @@ _ODD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), _ODD, ids=lambda value: repr(value)[:30])
-def test_a_shard_whose_record_holds_what_cachetool_never_writes_is_left_out_of_a_rebuild(
-    cache: Path, name: str, value: Any
-) -> None:
+def test_a_rebuild_leaves_out_a_shard_whose_record_has_invalid_values(cache: Path, name: str, value: Any) -> None:
     path = sorted((cache / "shards").glob("*/shard.json"))[0]
     record = unseal(path)
     of = record["progress"] if name.startswith("progress.") else record
@@ -74,7 +72,7 @@ def test_a_shard_whose_record_holds_what_cachetool_never_writes_is_left_out_of_a
         assert sum(shard.samples for shard in used.shards()) == 12
 
 
-def test_a_shard_of_more_ranges_of_draws_than_samples_is_left_out(cache: Path) -> None:
+def test_a_rebuild_leaves_out_a_shard_with_more_ranges_of_draws_than_samples(cache: Path) -> None:
     path = sorted((cache / "shards").glob("*/shard.json"))[0]
     record = unseal(path)
     record["draws"] = [[2 * number, 2 * number + 1] for number in range(60_000)]
@@ -83,8 +81,8 @@ def test_a_shard_of_more_ranges_of_draws_than_samples_is_left_out(cache: Path) -
     assert verify(cache).problems == []
 
 
-def test_of_shards_with_the_same_draws_the_newest_stays_however_many_ranges_they_have() -> None:
-    """Each with 30,000 ranges; one by one against all others these were hours."""
+def test_a_rebuild_keeps_the_newest_of_shards_with_the_same_draws_in_any_number_of_ranges() -> None:
+    """Each shard has 30,000 ranges. Comparing every pair of ranges would take hours."""
 
     def shard(number: int, since: int, first: int) -> dict[str, Any]:
         draws = [[4 * k + first, 4 * k + first + 1] for k in range(30_000)]

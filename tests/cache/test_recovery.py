@@ -1,4 +1,4 @@
-"""Death of a process: found by its free lock, and everything it held comes back."""
+"""Recovery after a process died: its lock is free, and everything that it held is returned."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def listing(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child alive"])
-def test_a_killed_process_gives_everything_back_at_the_next_open(cache: CacheDir, listing: Path, fork: bool) -> None:
+def test_the_next_open_recovers_everything_that_a_killed_process_held(
+    cache: CacheDir, listing: Path, fork: bool
+) -> None:
     put_shard(cache)
     cache.add_source(source(), listing)
     cache.close()
@@ -119,7 +121,7 @@ def test_a_snapshot_released_after_its_cache_was_closed_changes_nothing(cache: C
         assert again.catalog.rows("SELECT * FROM holders") == []
 
 
-def test_a_closed_cache_says_that_it_is_closed(cache: CacheDir) -> None:
+def test_using_a_closed_cache_raises_that_it_is_closed(cache: CacheDir) -> None:
     put_shard(cache)
     cache.close()
     for use in (cache.snapshot, cache.stats, cache.shards, lambda: cache.declare("other", SCHEMA)):
@@ -129,7 +131,7 @@ def test_a_closed_cache_says_that_it_is_closed(cache: CacheDir) -> None:
     assert os.listdir(cache.root / "holders") == []
 
 
-def test_a_program_whose_cache_was_deleted_ends_without_a_word(cache: CacheDir) -> None:
+def test_a_program_whose_cache_was_deleted_exits_silently(cache: CacheDir) -> None:
     put_shard(cache)
     cache.close()
     code = """
@@ -144,7 +146,7 @@ shutil.rmtree(sys.argv[1])
 
 
 @pytest.mark.parametrize("folder", ["holders", "listings"])
-def test_a_folder_of_temporary_things_is_made_again(cache: CacheDir, folder: str) -> None:
+def test_a_missing_folder_for_temporary_files_is_created_again(cache: CacheDir, folder: str) -> None:
     put_shard(cache)
     cache.close()
     shutil.rmtree(cache.root / folder)
@@ -157,7 +159,7 @@ def test_a_folder_of_temporary_things_is_made_again(cache: CacheDir, folder: str
     assert (cache.root / folder).is_dir()
 
 
-def test_an_empty_shards_folder_is_made_again_and_one_of_shards_is_not(cache: CacheDir) -> None:
+def test_a_missing_shards_folder_is_created_again_only_if_the_catalog_has_no_shards(cache: CacheDir) -> None:
     (cache.root / "shards").rmdir()
     shard = put_shard(cache)
     shutil.rmtree(cache.root / "shards")
@@ -169,7 +171,7 @@ def test_an_empty_shards_folder_is_made_again_and_one_of_shards_is_not(cache: Ca
     assert [each.id for each in cache.shards()] == [shard]
 
 
-def test_only_others_that_live_are_holders_in_the_stats(cache: CacheDir) -> None:
+def test_stats_list_only_other_living_processes_as_holders(cache: CacheDir) -> None:
     put_shard(cache)
     snapshot = cache.snapshot()
     assert cache.stats().holders == []
@@ -197,7 +199,7 @@ def test_two_open_caches_of_one_process_share_one_holder(cache: CacheDir) -> Non
     assert cache.stats().leases == []
 
 
-def test_an_open_that_finds_nothing_dead_writes_nothing(cache: CacheDir) -> None:
+def test_opening_writes_nothing_if_no_process_died(cache: CacheDir) -> None:
     put_shard(cache)
     cache.close()
     before = {path: path.read_bytes() for path in cache.root.rglob("*") if path.is_file()}
@@ -208,7 +210,7 @@ def test_an_open_that_finds_nothing_dead_writes_nothing(cache: CacheDir) -> None
     assert {path: path.read_bytes() for path in cache.root.rglob("*") if path.is_file()} == before
 
 
-def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir, listing: Path) -> None:
+def test_draws_are_claimed_once_and_open_draws_are_claimed_first(cache: CacheDir, listing: Path) -> None:
     cache.add_source(source(units=20), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
@@ -236,7 +238,7 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
         assert (again.pass_number, again.start, again.stop) == (1, 0, 20)
 
 
-def test_reopened_draws_come_first_and_are_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:
+def test_open_draws_are_claimed_first_and_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:
     cache.add_source(source(units=40), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
@@ -246,7 +248,7 @@ def test_reopened_draws_come_first_and_are_counted_until_they_are_drawn(cache: C
         draws.finish(connection, job, first, 30, samples=30, skipped=0)
         open_one = draws.claim(connection, job, holder=me, most=4)
         assert open_one is not None
-        draws.give_back(connection, me, job)  # an open draw as any
+        draws.give_back(connection, me, job)  # an open draw like any other
         assert reopened(connection) == []
         assert reopen(connection, row, 0, 0, [(5, 9), (20, 26)]) == 10
         assert [(row.draws, row.tried) for row in reopened(connection)] == [(10, 0)]
@@ -264,7 +266,7 @@ def test_reopened_draws_come_first_and_are_counted_until_they_are_drawn(cache: C
         assert (held.start, held.stop) == (30, 34)
 
 
-def test_a_job_never_claims_more_than_it_was_asked_for(cache: CacheDir, listing: Path) -> None:
+def test_a_job_never_claims_more_samples_than_requested(cache: CacheDir, listing: Path) -> None:
     cache.add_source(source(units=100), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
@@ -281,7 +283,7 @@ def test_a_job_never_claims_more_than_it_was_asked_for(cache: CacheDir, listing:
         assert (third.start, third.stop) == (10, 12), "skipped draws are made up for"
 
 
-def test_a_forked_child_has_a_connection_and_a_holder_of_its_own(cache: CacheDir) -> None:
+def test_a_forked_child_has_its_own_connection_and_holder(cache: CacheDir) -> None:
     put_shard(cache)
     snapshot = cache.snapshot()
     mine = cache.holder.id
@@ -303,7 +305,7 @@ def test_a_new_schema_for_a_dataset_is_refused(cache: CacheDir) -> None:
     from cachetool.core.schema import Field, Schema
 
     cache.declare("default", SCHEMA)
-    with pytest.raises(UsageError, match="name another --dataset"):
+    with pytest.raises(UsageError, match="another --dataset"):
         cache.declare("default", Schema((Field("y", "<f4"),)))
 
 
@@ -346,14 +348,14 @@ def test_a_program_that_ends_without_closing_leaves_no_lease_or_lock(cache: Cach
         assert again.catalog.rows("SELECT * FROM leases") == []
 
 
-def test_without_a_name_the_dataset_called_default_is_meant(cache: CacheDir) -> None:
+def test_the_dataset_name_defaults_to_default(cache: CacheDir) -> None:
     cache.declare("other", SCHEMA)
     assert cache.dataset() == "default"
     assert cache.dataset("other") == "other"
 
 
-def test_a_new_cap_comes_into_force_beside_what_a_dead_process_left(cache: CacheDir) -> None:
-    """Both want the catalog's lock as soon as the cache is opened."""
+def test_a_new_cap_takes_effect_while_a_dead_process_is_recovered(cache: CacheDir) -> None:
+    """The new cap and the recovery both need the catalog's lock as soon as the cache is opened."""
     code = "import sys, os, cachetool; s = cachetool.open_cache(sys.argv[1]).snapshot(dataset='default'); os._exit(9)"
     put_shard(cache)
     cache.close()
@@ -365,7 +367,7 @@ def test_a_new_cap_comes_into_force_beside_what_a_dead_process_left(cache: Cache
             assert again.catalog.number("max_size") == size
 
 
-def test_a_recovery_that_removes_the_lock_file_under_examination_breaks_no_lock(
+def test_a_recovery_that_deletes_a_lock_file_during_its_check_breaks_no_lock(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = holders._other_gets
@@ -373,9 +375,9 @@ def test_a_recovery_that_removes_the_lock_file_under_examination_breaks_no_lock(
 
     def recovering(path: Path) -> bool:
         asked.append(path)
-        if len(asked) == 1:  # deleted by hand while it was held: says nothing
+        if len(asked) == 1:  # deleted by hand while it was held: proves nothing
             path.unlink()
-        elif len(asked) == 3:  # free, as a recovery finds it
+        elif len(asked) == 3:  # free, which a recovery sees
             with open_cache(cache.root, create=False):
                 pass
         return ask(path)
@@ -389,7 +391,9 @@ def test_a_recovery_that_removes_the_lock_file_under_examination_breaks_no_lock(
 
 
 @pytest.mark.parametrize("gets", [True, False], ids=["keep nobody out", "let nobody in"])
-def test_locks_that_do_not_work_are_called_so(cache: CacheDir, monkeypatch: pytest.MonkeyPatch, gets: bool) -> None:
+def test_a_file_system_without_working_locks_is_reported(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch, gets: bool
+) -> None:
     monkeypatch.setattr(holders, "_other_gets", lambda path: gets)
 
     assert not holders.locks_work(cache.layout.holders)

@@ -1,4 +1,6 @@
-"""Renewal: while a pull wants room, each epoch's snapshot lets a share of the cache go; otherwise nothing leaves."""
+"""Renewal: while a pull waits for space, each epoch's snapshot retires a share of the cache. Otherwise nothing is
+retired.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,19 @@ def fill(cache: CacheDir, put: Put) -> None:
 
 
 def room(cache: CacheDir) -> int:
-    """Bytes that shards may take."""
+    """Return the bytes that are free for shards."""
     return cache.max_size - cache.usage().overhead - cache.usage().listings
 
 
 def hungry(cache: CacheDir, job: str) -> None:
-    """A pull that wants room in a cache all of which some snapshot contained."""
+    """Start a pull that waits for space in a cache whose shards were all in a snapshot."""
     with cache.snapshot():
         pass
     with cache.catalog.write() as connection:
         connection.execute("UPDATE jobs SET bytes_wanted = 1 WHERE id = ?", (job,))
 
 
-def test_nothing_retires_when_no_pull_wants_room(cache: CacheDir, put: Put, job: str) -> None:
+def test_nothing_retires_while_no_pull_waits_for_space(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
     before = cache.shards()
     with cache.snapshot() as one, cache.snapshot() as two:
@@ -55,7 +57,7 @@ def test_nothing_retires_when_no_pull_wants_room(cache: CacheDir, put: Put, job:
     assert cache.shards() == before
 
 
-def test_a_snapshot_tops_up_to_the_share_and_the_next_adds_nothing(cache: CacheDir, put: Put, job: str) -> None:
+def test_a_snapshot_retires_up_to_the_share_and_the_next_one_adds_nothing(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
     full = cache.shards()
     hungry(cache, job)
@@ -70,7 +72,7 @@ def test_a_snapshot_tops_up_to_the_share_and_the_next_adds_nothing(cache: CacheD
     first.release()
 
 
-def test_a_snapshot_shows_what_no_other_has_shown_before_any_of_it_leaves(cache: CacheDir, put: Put, job: str) -> None:
+def test_shards_that_no_snapshot_contained_do_not_retire(cache: CacheDir, put: Put, job: str) -> None:
     while sum(shard.bytes for shard in cache.shards()) < 0.25 * room(cache):
         put(100_000)
     first = {shard.id for shard in cache.shards()}
@@ -82,10 +84,10 @@ def test_a_snapshot_shows_what_no_other_has_shown_before_any_of_it_leaves(cache:
 
 
 @pytest.mark.parametrize("shown", [0, 3])
-def test_where_too_little_was_shown_the_newest_shards_are_left_for_the_next(
+def test_if_few_shards_were_in_a_snapshot_the_newest_are_kept_for_the_next_one(
     cache: CacheDir, put: Put, job: str, shown: int
 ) -> None:
-    """Else the second epoch of a cache that was full before the first would see nothing new."""
+    """Otherwise the second epoch of a cache that was full before the first epoch would see no new sample."""
     for _ in range(shown):
         put(100_000)
     hungry(cache, job)
@@ -104,10 +106,10 @@ def test_where_too_little_was_shown_the_newest_shards_are_left_for_the_next(
 
 
 @pytest.mark.parametrize("renew", [0.1, 0.25, 0.6, 0.9])
-def test_every_epoch_of_a_full_cache_has_something_new_as_long_as_there_is_any(
+def test_every_epoch_of_a_full_cache_has_new_samples_until_the_source_ends(
     cache: CacheDir, put: Put, job: str, renew: float
 ) -> None:
-    """Whatever the share, and with the writer that waits taking what became free."""
+    """The rule holds for every share, while a waiting writer takes the freed space."""
     hungry(cache, job)
     with cache.catalog.write() as connection:
         connection.execute("UPDATE jobs SET renew = ?", (renew,))
@@ -121,9 +123,7 @@ def test_every_epoch_of_a_full_cache_has_something_new_as_long_as_there_is_any(
         fill(cache, put)
 
 
-def test_a_dataset_that_others_fill_the_cache_beside_is_shown_whole_but_for_its_part(
-    cache: CacheDir, put: Put, job: str
-) -> None:
+def test_a_small_dataset_in_a_full_cache_is_complete_within_two_snapshots(cache: CacheDir, put: Put, job: str) -> None:
     cache.declare("other", SCHEMA)
     hungry(cache, job)
     few = {put(100_000, dataset="other") for _ in range(8)}
@@ -136,16 +136,16 @@ def test_a_dataset_that_others_fill_the_cache_beside_is_shown_whole_but_for_its_
     assert seen == few
 
 
-def test_whoever_asks_for_all_gets_all(cache: CacheDir, put: Put, job: str) -> None:
-    """To resume, or for as many samples as there are."""
+def test_a_snapshot_that_must_be_complete_contains_all_shards(cache: CacheDir, put: Put, job: str) -> None:
+    """A loader asks for all shards to resume, or to read as many samples as exist."""
     hungry(cache, job)
     fill(cache, put)
     with cache.snapshot() as whole:
         assert list(whole.shards) == cache.shards()
 
 
-def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: Put, job: str) -> None:
-    """A loader prepares its next epoch, and prepares it again if the cache changed before it begins."""
+def test_shards_of_an_unread_snapshot_are_kept_once_for_the_next(cache: CacheDir, put: Put, job: str) -> None:
+    """A loader prepares its next epoch, and prepares it again if the cache changes before the epoch begins."""
     hungry(cache, job)
     fill(cache, put)
     full = cache.shards()
@@ -161,7 +161,7 @@ def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: P
     other.release()
 
 
-def test_an_exchange_gives_back_unread_what_is_still_held(cache: CacheDir, put: Put, job: str) -> None:
+def test_exchanging_an_unread_snapshot_keeps_its_shards_for_the_new_one(cache: CacheDir, put: Put, job: str) -> None:
     hungry(cache, job)
     fill(cache, put)
     first = cache.snapshot(sparing=True)
@@ -173,7 +173,7 @@ def test_an_exchange_gives_back_unread_what_is_still_held(cache: CacheDir, put: 
         assert cache.catalog.number("seen") == seen, "it was read, then released"
 
 
-def test_an_exchange_deletes_what_only_the_one_before_kept(cache: CacheDir, put: Put) -> None:
+def test_exchanging_a_snapshot_deletes_shards_that_only_the_old_one_kept(cache: CacheDir, put: Put) -> None:
     put()
     first = cache.snapshot()
     with pytest.raises(cachetool.CapBlocked):
@@ -184,9 +184,7 @@ def test_an_exchange_deletes_what_only_the_one_before_kept(cache: CacheDir, put:
         assert cache.catalog.rows("SELECT * FROM shards") == []
 
 
-def test_an_exchange_that_is_cut_off_leaves_no_lease(
-    cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_exchange_leaves_no_lease(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -199,7 +197,7 @@ def test_an_exchange_that_is_cut_off_leaves_no_lease(
     assert cache.catalog.rows("SELECT * FROM leases") == []
 
 
-def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: CacheDir, put: Put, job: str) -> None:
+def test_a_corrupt_shard_that_is_retiring_is_in_no_snapshot(cache: CacheDir, put: Put, job: str) -> None:
     hungry(cache, job)
     fill(cache, put)
     bad = cache.shards()[0]
@@ -209,7 +207,7 @@ def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: 
         assert bad not in snapshot.shards
 
 
-def test_an_older_snapshot_keeps_what_retires_under_it(cache: CacheDir, put: Put, job: str) -> None:
+def test_an_older_snapshot_keeps_shards_that_retire_meanwhile(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
     old = cache.snapshot()
     hungry(cache, job)
@@ -229,7 +227,7 @@ def test_the_last_ready_shard_stays(cache: CacheDir, put: Put, job: str) -> None
         assert len(snapshot.shards) == 1
 
 
-def test_a_writer_at_the_cap_makes_its_pull_hungry(cache: CacheDir, put: Put, job: str) -> None:
+def test_a_writer_at_the_cap_records_that_its_pull_waits_for_space(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
     assert cache.catalog.rows("SELECT bytes_wanted FROM jobs")[0]["bytes_wanted"] == 0
     put(100_000, room=Room(evict=True, wait=0, job=job), job=job)
@@ -239,7 +237,7 @@ def test_a_writer_at_the_cap_makes_its_pull_hungry(cache: CacheDir, put: Put, jo
     )
 
 
-def test_free_bytes_that_are_too_few_for_the_waiting_shard_count_as_none(cache: CacheDir, put: Put, job: str) -> None:
+def test_free_space_too_small_for_the_waiting_shard_does_not_count(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
     full = cache.shards()
     free = cache.max_size - cache.usage().total
@@ -252,7 +250,7 @@ def test_free_bytes_that_are_too_few_for_the_waiting_shard_count_as_none(cache: 
     assert gone >= 0.25 * room(cache) > gone - full[0].bytes
 
 
-def test_a_pull_without_an_end_may_only_evict_what_some_snapshot_contained(cache: CacheDir, put: Put) -> None:
+def test_a_pull_with_follow_evicts_only_shards_that_were_in_a_snapshot(cache: CacheDir, put: Put) -> None:
     first = put()
     with cache.snapshot():
         pass
@@ -262,8 +260,10 @@ def test_a_pull_without_an_end_may_only_evict_what_some_snapshot_contained(cache
         assert sorted(row.id for row in candidates(connection)) == sorted([first, second])
 
 
-def test_a_pull_without_an_end_retires_nothing_itself_while_somebody_reads(cache: CacheDir, put: Put, job: str) -> None:
-    """Else each of its workers would let go of a shard more than the share that was asked for."""
+def test_a_pull_with_follow_retires_nothing_itself_while_a_reader_is_active(
+    cache: CacheDir, put: Put, job: str
+) -> None:
+    """Otherwise each of its workers would retire one shard more than the requested share."""
 
     class Waits(Exception):
         pass

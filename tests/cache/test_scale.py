@@ -1,5 +1,6 @@
-"""How a cache grows: with twenty thousand shards its catalog must still be small (``benchmarks/scale_catalog.py`` has
-the times)."""
+"""The growth of a cache: with twenty thousand shards its catalog must still be small. ``benchmarks/scale_catalog.py``
+measures times.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def test_a_shard_takes_less_than_a_kilobyte_of_catalog_and_journal(tmp_path: Pat
     assert size < 2000 * 1000
 
 
-def test_a_process_has_no_descriptor_for_its_leases(cache: CacheDir, put: Put) -> None:
-    """One that it had, it could close by accident."""
+def test_leases_need_no_open_descriptor(cache: CacheDir, put: Put) -> None:
+    """A program could close such a descriptor by accident."""
     for _ in range(3):
         put()
 

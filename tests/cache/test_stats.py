@@ -1,4 +1,4 @@
-"""What ``stats`` counts beside shards: evictions by reason, bytes fetched and served, errors."""
+"""Figures of ``stats`` beside shards: evictions by reason, bytes fetched and served, errors."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_the_newest_errors_come_first(cache: CacheDir) -> None:
     assert [row["text"][-1] for row in cache.stats().errors] == ["6", "5", "4", "3", "2"]
 
 
-def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_path: Path) -> None:
-    """Evictions, errors, events, readers, what was fetched and served: of one URL, which both were drawn from."""
+def test_stats_of_one_dataset_exclude_other_datasets(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    """Evictions, errors, events, readers, bytes fetched and served, although both datasets were drawn from one URL."""
     cache.declare("other", SCHEMA)
     (tmp_path / "listing").mkdir()
     for number, name in enumerate(("default", "other")):
@@ -97,7 +97,7 @@ def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_
     assert both.evictions == default.evictions + other.evictions
 
 
-def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: CacheDir, put: Put) -> None:
+def test_retired_shards_are_counted_once_although_they_are_deleted_later(cache: CacheDir, put: Put) -> None:
     for _ in range(4):
         put()
     with cache.snapshot():
@@ -108,7 +108,7 @@ def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: Cach
     assert cache.stats().evicted == retired
 
 
-def test_shards_whose_folder_somebody_deleted_are_counted_as_gone(cache: CacheDir, put: Put) -> None:
+def test_shards_whose_folder_was_deleted_by_hand_are_counted_as_missing(cache: CacheDir, put: Put) -> None:
     cache.declare("other", SCHEMA)
     ids = [put() for _ in range(3)] + [put(dataset="other")]
     assert cache.stats().gone == 0
@@ -121,7 +121,7 @@ def test_shards_whose_folder_somebody_deleted_are_counted_as_gone(cache: CacheDi
         assert cache.stats("other").gone == 0
 
 
-def test_what_the_cap_is_charged_with_is_told_row_by_row(cache: CacheDir, put: Put) -> None:
+def test_stats_itemise_the_bytes_charged_to_the_cap(cache: CacheDir, put: Put) -> None:
     put()
     staging = cache.stage(dataset="default", schema=cache.schema("default"), format="lmdb", bound=50_000)
     with staging, cache.snapshot():

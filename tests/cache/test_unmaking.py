@@ -1,4 +1,4 @@
-"""A cache that a verb put on disk goes again when the verb fails and nothing came into it."""
+"""A cache that a command created is removed again if the command fails before it stored anything."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cachetool.core.errors import CatalogError, SourceError
 from tests.cache.conftest import SCHEMA, put_shard
 
 
-def test_an_empty_new_cache_goes_with_the_folders_above_it_and_the_object_stays_good(tmp_path: Path) -> None:
+def test_an_empty_new_cache_is_removed_with_its_new_parent_folders_and_its_object_stays_usable(tmp_path: Path) -> None:
     with open_cache(tmp_path / "a" / "b", max_size="4MB", min_free=1000) as cache:
         for _ in range(2):
-            with pytest.raises(SourceError), leaving_nothing(cache):  # noqa: PT012 (it is made in between)
+            with pytest.raises(SourceError), leaving_nothing(cache):  # noqa: PT012 (the cache is created inside)
                 assert cache.holder.path.exists()
                 assert cache.exists
                 raise SourceError("refused")
@@ -34,10 +34,10 @@ def test_an_empty_new_cache_goes_with_the_folders_above_it_and_the_object_stays_
     "what",
     ["nothing fails", "a dataset", "a shard", "another process", "there before", "folder", "a file", "an interrupt"],
 )
-def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> None:
+def test_a_cache_in_use_or_an_older_cache_is_not_removed(tmp_path: Path, what: str) -> None:
     root = tmp_path / "cache"
     if what == "there before":
-        open_cache(root, max_size="4MB").holder  # noqa: B018 (puts it on disk)
+        open_cache(root, max_size="4MB").holder  # noqa: B018 (creates the cache on disk)
     if what == "folder":
         root.mkdir()
     with open_cache(root, max_size="4MB") as cache:
@@ -63,18 +63,18 @@ def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> Non
         assert cache.max_size == 4_000_000
 
 
-def test_who_opened_a_cache_that_is_taken_away_makes_it_again_to_write_and_says_that_it_is_gone_to_read(
+def test_after_a_cache_was_removed_another_opener_creates_it_to_write_and_fails_to_read(
     tmp_path: Path,
 ) -> None:
-    """A first pull fails while a second one, which found its cache, still looks at its source."""
+    """A first pull fails while a second pull, which found the first pull's cache, still lists its source."""
     root = tmp_path / "cache"
     with open_cache(root, max_size="4MB", min_free=1000) as first:
-        with pytest.raises(SourceError), leaving_nothing(first):  # noqa: PT012 (both are opened in between)
+        with pytest.raises(SourceError), leaving_nothing(first):  # noqa: PT012 (both caches are opened inside)
             assert first.holder.path.exists()
             second, reader = open_cache(root), open_cache(root, create=False)
             raise SourceError("refused")
         assert not root.exists()
-        with reader, pytest.raises(CatalogError, match="is gone"):
+        with reader, pytest.raises(CatalogError, match="pull again"):
             reader.stats()
         with second:
             assert second.datasets() == []
@@ -85,12 +85,12 @@ def test_who_opened_a_cache_that_is_taken_away_makes_it_again_to_write_and_says_
         assert len(again.shards()) == 1
 
 
-def test_a_cache_in_which_another_process_has_its_lock_stays(tmp_path: Path) -> None:
-    """It may not have written a row yet."""
+def test_a_cache_with_another_processs_lock_is_not_removed(tmp_path: Path) -> None:
+    """The other process may not have written a row yet."""
     root = tmp_path / "cache"
     code = "import sys, cachetool; c = cachetool.open_cache(sys.argv[1]); c.holder; print(1, flush=True); input()"
     with open_cache(root, max_size="4MB") as cache:
-        with pytest.raises(SourceError), leaving_nothing(cache):  # noqa: PT012 (the other one comes in between)
+        with pytest.raises(SourceError), leaving_nothing(cache):  # noqa: PT012 (the other process comes in between)
             assert cache.holder.path.exists()
             other = subprocess.Popen(
                 [sys.executable, "-c", code, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,6 @@
-"""A cache whose own files are deleted, garbled or renamed: it does not guess, names the way out, and can be mended."""
+"""A cache whose own files were deleted, damaged or renamed: it refuses to guess, names the remedy, and can be
+repaired.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pulled(objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of 20 of them; not to be changed."""
+    """Return a cache of 20 of these samples. Tests must not change it."""
     root = tmp_path_factory.mktemp("pulled") / "cache"
     with open_cache(root, max_size="20MB") as cache:
         cache.pull(str(objects), samples=20, to="hdf5", shard_size=41_000, workers=1)
@@ -40,7 +42,7 @@ def pulled(objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(pulled: Path, tmp_path: Path) -> Path:
-    """A copy of that."""
+    """Return a copy of that cache."""
     shutil.copytree(pulled, tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -55,7 +57,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("how", LOST)
-def test_without_its_marker_a_cache_is_refused_with_the_way_out_and_mended_with_its_cap(
+def test_a_cache_without_its_marker_is_refused_with_a_remedy_and_repaired_with_its_cap(
     root: Path, objects: Path, how: str
 ) -> None:
     before = keys(root)
@@ -83,7 +85,7 @@ def test_without_its_marker_a_cache_is_refused_with_the_way_out_and_mended_with_
 
     ran = run("verify", "--repair", "--cache", root)
     assert ran.returncode == 0, ran
-    assert "with the cap of 20.0 MB that the catalog has" in ran.stdout
+    assert "with the cap of the catalog, 20.0 MB" in ran.stdout
     assert keys(root) == before
     with open_cache(root) as cache:
         assert cache.max_size == 20_000_000
@@ -91,9 +93,7 @@ def test_without_its_marker_a_cache_is_refused_with_the_way_out_and_mended_with_
     assert verify(root, repair=True).problems == []
 
 
-def test_without_marker_and_catalog_the_cap_is_asked_for_and_the_shards_know_the_rest(
-    root: Path, objects: Path
-) -> None:
+def test_without_marker_and_catalog_a_repair_needs_only_the_cap(root: Path, objects: Path) -> None:
     before = keys(root)
     (root / "cachetool.json").unlink()
     (root / "catalog.sqlite3").unlink()
@@ -105,7 +105,7 @@ def test_without_marker_and_catalog_the_cap_is_asked_for_and_the_shards_know_the
     assert len(list((root / "shards").iterdir())) == 2
 
     small = run("verify", "--repair", "--max-size", "1kB", "--cache", root)
-    assert (small.returncode, "name a larger one" in small.stderr) == (4, True), small.stderr
+    assert (small.returncode, "choose a larger one" in small.stderr) == (4, True), small.stderr
 
     ran = run("verify", "--repair", "--max-size", "20MB", "--cache", root)
     assert ran.returncode == 0, ran
@@ -117,20 +117,20 @@ def test_without_marker_and_catalog_the_cap_is_asked_for_and_the_shards_know_the
     assert verify(root, repair=True).problems == []
 
 
-def test_of_two_caps_the_catalog_decides(root: Path) -> None:
+def test_the_cap_in_the_catalog_wins_over_the_one_in_the_marker(root: Path) -> None:
     (root / "cachetool.json").write_text(json.dumps({"layout": 1, "max_size": 123, "min_free": 0}))
     found = verify(root)
     assert [(p.file, p.action) for p in found.problems] == [("cachetool.json", None)]
-    assert "max_size is 123 in it, and 20000000 in the catalog, which decides" in found.problems[0].what
+    assert "max_size is 123, but 20000000 in the catalog" in found.problems[0].what
     assert {finding.what: finding.state for finding in examine(root)}["cachetool.json"] == "bad"
     assert verify(root, repair=True).sound
     with open_cache(root) as cache:
         assert cache.max_size == settings(cache.layout)["max_size"] == 20_000_000
 
 
-def test_a_cap_that_is_known_is_not_changed_by_a_repair(root: Path) -> None:
+def test_a_repair_does_not_change_a_known_cap(root: Path) -> None:
     found = verify(root, repair=True, max_size="1GB")
-    assert found.notes == ["--max-size was not needed: the cap is known to be 20.0 MB"]
+    assert found.notes == ["--max-size was ignored: the cache still has its cap of 20.0 MB"]
     with open_cache(root) as cache:
         assert cache.max_size == 20_000_000
     with pytest.raises(UsageError, match="--repair"):
@@ -138,7 +138,7 @@ def test_a_cap_that_is_known_is_not_changed_by_a_repair(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cachetool.json", "catalog.sqlite3", "shards"])
-def test_a_folder_of_somebody_else_is_never_taken_for_a_cache(tmp_path: Path, name: str) -> None:
+def test_a_foreign_folder_is_never_taken_for_a_cache(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "shards").mkdir()
@@ -147,11 +147,11 @@ def test_a_folder_of_somebody_else_is_never_taken_for_a_cache(tmp_path: Path, na
     if name != "shards":
         (folder / name).write_text("mine")
     for use in (lambda: open_cache(folder), lambda: verify(folder, repair=True)):
-        with pytest.raises(UsageError, match="holds other things"):
+        with pytest.raises(UsageError, match="is not a cache"):
             use()
 
 
-def test_a_making_that_was_cut_off_goes_on_with_the_cap_it_had(tmp_path: Path) -> None:
+def test_an_interrupted_creation_of_a_cache_continues_with_its_cap(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="7MB") as cache:
         _ = cache.catalog
     (tmp_path / "cache" / "cachetool.json").unlink()
@@ -187,7 +187,7 @@ def test_deleted_shards_are_not_counted_as_read(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["my-backup", "0123456789abcdef"])
 @pytest.mark.parametrize("catalog", ["whole", "lost"])
-def test_a_renamed_shard_gets_its_name_back(root: Path, name: str, catalog: str) -> None:
+def test_a_repair_restores_the_name_of_a_renamed_shard(root: Path, name: str, catalog: str) -> None:
     before = keys(root)
     shard = sorted((root / "shards").iterdir())[0]
     shard.rename(root / "shards" / name)
@@ -205,7 +205,7 @@ def test_a_renamed_shard_gets_its_name_back(root: Path, name: str, catalog: str)
     assert verify(root, repair=True).problems == []
 
 
-def test_a_renamed_shard_that_is_not_whole_is_not_adopted(root: Path) -> None:
+def test_a_renamed_shard_that_is_incomplete_is_not_adopted(root: Path) -> None:
     before = keys(root)
     name = damage(root)
     (root / "shards" / name).rename(root / "shards" / "my-backup")
@@ -216,7 +216,7 @@ def test_a_renamed_shard_that_is_not_whole_is_not_adopted(root: Path) -> None:
     assert keys(root) == before
 
 
-def test_a_rebuild_deletes_what_cannot_be_adopted_and_damaged_draws_are_fetched_again(
+def test_a_rebuild_deletes_shards_that_cannot_be_adopted_and_their_draws_are_fetched_again(
     root: Path, objects: Path
 ) -> None:
     one, two = sorted((root / "shards").iterdir())
@@ -241,7 +241,7 @@ def test_a_rebuild_deletes_what_cannot_be_adopted_and_damaged_draws_are_fetched_
     assert run("verify", "--cache", root).returncode == 0
 
 
-def test_missing_samples_are_still_missing_after_the_catalog_was_lost_too(root: Path) -> None:
+def test_missing_samples_are_still_counted_as_missing_after_the_catalog_is_rebuilt(root: Path) -> None:
     import sqlite3
 
     damage(root)
@@ -255,7 +255,7 @@ def test_missing_samples_are_still_missing_after_the_catalog_was_lost_too(root: 
 
 
 @pytest.mark.parametrize("what", ["a file", "a link"])
-def test_what_stands_in_the_place_of_a_shard_is_removed_and_where_it_leads_is_not_touched(
+def test_a_link_or_file_in_place_of_a_shard_is_removed_and_its_target_is_not_touched(
     root: Path, objects: Path, tmp_path: Path, what: str
 ) -> None:
     before = keys(root)
@@ -277,19 +277,21 @@ def test_what_stands_in_the_place_of_a_shard_is_removed_and_where_it_leads_is_no
 
 
 @pytest.mark.parametrize("name", ["shards", "holders", "listings"])
-def test_a_file_where_the_cache_has_a_folder_is_named_and_no_bug(root: Path, objects: Path, name: str) -> None:
+def test_a_file_in_place_of_a_cache_folder_is_named_in_an_error(root: Path, objects: Path, name: str) -> None:
     shutil.rmtree(root / name)
     (root / name).touch()
     for line in (("doctor",), ("pull", str(objects), "--samples", "1"), ("verify", "--repair")):
         ran = run(*line, "--cache", str(root), "--quiet")
         assert ran.returncode != 1, (line, ran.stderr)
         assert "bug" not in ran.stderr, (line, ran.stderr)
-    assert (ran.returncode, f"its {name} is no folder; remove it" in ran.stderr) == (2, True)
+    assert (ran.returncode, f"its {name} is not a folder; remove it" in ran.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(last: int) -> None:
-    """They were committed to two copies of a catalog. Draws of the other must not count as done: it goes."""
+def test_of_two_shards_with_one_version_the_kept_one_decides_which_draws_are_done(last: int) -> None:
+    """Two copies of a catalog committed them. The draws of the other shard must not count as done, because it is
+    deleted.
+    """
     shards: list[dict[str, Any]] = [
         {
             "since": 7,
@@ -310,7 +312,7 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
     assert found.progress["a"][1] is kept["progress"]
 
 
-def test_a_copy_of_a_shard_that_no_row_knows_is_deleted(root: Path) -> None:
+def test_a_copy_of_a_shard_without_a_catalog_row_is_deleted(root: Path) -> None:
     shard = next((root / "shards").iterdir())
     shutil.copytree(shard, root / "shards" / "0123456789abcdef")
 

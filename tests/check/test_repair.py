@@ -1,4 +1,6 @@
-"""``verify --repair`` and the samples that it has to bring back: which are missing, which come again, what is said."""
+"""``verify --repair`` and the samples to pull again: which samples are missing, which are pulled again, and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def keys_of(root: Path) -> Counter[str]:
 
 
 def spoil(path: Path) -> None:
-    """Make an object one that cannot be decoded, or whole again, with the size and ETag that it was listed with."""
+    """Make an object undecodable, or restore it, with the size and ETag that were listed."""
     found, data = path.stat(), bytearray(path.read_bytes())
     data[0] ^= 255
     path.write_bytes(data)
@@ -40,7 +42,7 @@ def spoil(path: Path) -> None:
 
 
 def flip(folder: Path) -> None:
-    """One bit of the largest file of a shard."""
+    """Flip one bit of the largest file of a shard."""
     path = max((each for each in folder.iterdir() if each.name != "shard.json"), key=lambda each: each.stat().st_size)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -48,10 +50,10 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("second", "how"), [(40, "repair"), (8, "pull")])
-def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_and_come_again(
+def test_missing_samples_of_an_earlier_pass_are_reported_and_pulled_again(
     second: int, how: str, tmp_path: Path
 ) -> None:
-    """A bad shard of pass 1 while pass 2 is under way (8 of 36 samples) or is at its end."""
+    """A shard of pass 1 is bad while pass 2 has drawn 8 of 36 samples or all of them."""
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(60))
     with cachetool.open_cache(root, max_size="20MB") as cache:
@@ -87,10 +89,10 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
     assert verify(root).sound
 
 
-def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many_did_not(
+def test_a_repair_stopped_by_the_cap_reports_repaired_and_missing_samples_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader keeps two bad shards, and there is room for one more only."""
+    """A reader keeps two bad shards, and the cache has space for only one more."""
     remote, root = tmp_path / "remote", tmp_path / "cache"
     remote.mkdir()
     for number in range(20):
@@ -101,7 +103,7 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
         used = cache.usage().total
     monkeypatch.setattr(
         "cachetool.check.verify.PullOptions", partial(PullOptions, wait=0)
-    )  # not a minute for the reader
+    )  # do not wait a minute for the reader
     with cachetool.open_cache(root, max_size=used + 700_000) as cache, cache.snapshot():
         for shard in cache.shards()[1:3]:
             flip(shard.path)
@@ -121,7 +123,7 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone_bad_since_is_missed(
+def test_a_repair_skips_objects_that_the_pull_skipped_and_reports_objects_that_became_bad_since(
     more: int, tmp_path: Path
 ) -> None:
     remote, root = tmp_path / "remote", tmp_path / "cache"
@@ -140,7 +142,7 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
     found = verify(root, repair=True, repull=True)
     assert found.repulled == 39 - more
     assert [(row.draws, row.tried) for row in found.missing] == [(1 + more, 1 + more)]
-    assert "that cannot be read, the last is" in str(found.missing[0].failed)
+    assert "cannot be read; the last of them is" in str(found.missing[0].failed)
     assert found.sound, "what gives nothing holds nothing up"
     assert verify(root, repair=True, repull=True).repulled == 0
     with cachetool.open_cache(root) as cache:
@@ -161,8 +163,8 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
         assert contradiction(cache.catalog, cache.layout) is None
 
 
-def test_a_bad_object_that_is_only_looked_at_stops_no_repair_and_no_pull_of_good_ones(tmp_path: Path) -> None:
-    """The first draws are looked at to learn the fields, which a known dataset has already."""
+def test_a_bad_object_among_the_probed_ones_stops_neither_a_repair_nor_a_pull(tmp_path: Path) -> None:
+    """A pull probes the first draws to learn the fields, which a known dataset has already."""
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(40))
     (remote / "0007.x.npy").write_bytes(b"no array")
@@ -179,7 +181,7 @@ def test_a_bad_object_that_is_only_looked_at_stops_no_repair_and_no_pull_of_good
         assert cache.pull(str(remote), samples=10, workers=1).samples == 10
 
 
-def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_go_around_it(tmp_path: Path) -> None:
+def test_pulls_and_later_passes_continue_despite_missing_samples_that_cannot_be_read(tmp_path: Path) -> None:
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(20))
     with cachetool.open_cache(root, max_size="20MB") as cache:
@@ -201,7 +203,7 @@ def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_
         assert keys(cache) == Counter(f"{n:04d}" for n in range(20))
 
 
-def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> None:
+def test_a_rebuilt_catalog_keeps_the_count_of_missing_samples(tmp_path: Path) -> None:
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(20))
     with cachetool.open_cache(root, max_size="20MB") as cache:
@@ -220,10 +222,10 @@ def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> Non
         assert keys(cache) == before
 
 
-def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
+def test_repaired_samples_keep_their_format_and_removed_shards_take_no_space(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where no shard of its dataset is left that tells the format."""
+    """The rule also holds if no shard of the dataset is left whose format could be read."""
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(8))
     with cachetool.open_cache(root, max_size="20MB") as cache:
@@ -234,7 +236,7 @@ def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
     assert run(["verify", "--repair", "--cache", str(root)]) == 0
 
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.endswith("pulled again")] == ["13 samples pulled again"]
+    assert [line for line in said if line.endswith("fetched again")] == ["13 samples fetched again"]
     with cachetool.open_cache(root) as cache:
         assert {(shard.dataset, shard.format) for shard in cache.shards()} == {
             ("default", "tfrecord"),
@@ -243,8 +245,8 @@ def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
 
 
 @pytest.mark.parametrize("query", ["sr=2", "token=2"])
-def test_a_repair_does_not_fetch_other_values_where_the_query_is_not_known(query: str, tmp_path: Path) -> None:
-    """The query chooses what the objects hold, and no file of the cache has it."""
+def test_a_repair_does_not_fetch_other_values_if_the_urls_query_is_unknown(query: str, tmp_path: Path) -> None:
+    """The query selects the content of the objects, and no file of the cache stores it."""
     root = tmp_path / "cache"
 
     def script(handler: Scripted) -> None:
@@ -262,7 +264,7 @@ def test_a_repair_does_not_fetch_other_values_where_the_query_is_not_known(query
         found = verify(root, repair=True, repull=True)
         assert found.repulled == 0
         [missing] = found.missing
-        assert missing.failed == "what it names is not known here; pull it by its URL"
+        assert "its stored URL is incomplete" in str(missing.failed)
         cache.pull(f"{server.url}/d/?{query}", all=True, workers=1)
         assert verify(root).sound
         assert sorted(drawn(cache)) == [("0", 2), ("1", 2)]

@@ -60,7 +60,7 @@ def root(tmp_path: Path, objects: Path) -> Path:
 
 
 def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
-    if not env:  # else it may say what the interpreter loads first
+    if not env:  # otherwise the environment may decide what the interpreter loads first
         return run_command(*words, folder=Path.cwd())
     return subprocess.run(
         [sys.executable, "-m", "cachetool", *map(str, words)],
@@ -72,7 +72,7 @@ def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def keys(root: Path) -> list[str]:
-    """The keys of all samples, sorted."""
+    """Return the keys of all samples, sorted."""
     from cachetool.formats import get_format
     from cachetool.formats.shard import open_shard
 
@@ -93,12 +93,12 @@ def damage(root: Path) -> str:
     return shard.name
 
 
-def test_a_sound_cache_is_read_whole_and_exits_with_0(root: Path) -> None:
+def test_verify_reads_a_sound_cache_completely_and_exits_with_0(root: Path) -> None:
     ran = run("verify", "--cache", root)
 
     assert ran.returncode == 0, ran
     assert ran.stdout.splitlines()[-1].startswith("read 5 of 5 shards, 50 samples, ")
-    assert ran.stdout.rstrip().endswith("all as it was written")
+    assert ran.stdout.rstrip().endswith("no problems")
 
 
 def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path, objects: Path) -> None:
@@ -127,12 +127,12 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert ran.returncode == 0, ran
     assert shard in ran.stdout
     assert "10 draws of" in ran.stdout
-    assert "10 samples pulled again" in ran.stdout
+    assert "10 samples fetched again" in ran.stdout
     assert keys(root) == before
     assert run("verify", "--cache", root).returncode == 0
 
 
-def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, tmp_path: Path) -> None:
+def test_draws_that_cannot_be_pulled_again_now_stay_open(root: Path, objects: Path, tmp_path: Path) -> None:
     before = keys(root)
     damage(root)
     gone = shutil.move(objects, tmp_path / "gone")
@@ -141,8 +141,8 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
         assert ran.returncode == 5
         why = f"there is no file or folder '{objects}'"
         waiting = f"10 damaged draws of {objects} will be fetched again by the next pull"
-        assert f"{waiting}, and could not be now: {why}" in ran.stdout
-        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 draws to be fetched again")
+        assert f"{waiting}; fetching failed now: {why}" in ran.stdout
+        assert ran.stdout.rstrip().endswith("1 problem repaired, 10 draws to be fetched again")
         assert "--repair" in ran.stderr
 
         ran = run("verify", "--cache", root)
@@ -161,7 +161,7 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
         shutil.move(gone, objects)
     ran = run("verify", "--cache", root, "--repair")
     assert ran.returncode == 0, ran
-    assert "10 samples pulled again" in ran.stdout
+    assert "10 samples fetched again" in ran.stdout
     assert keys(root) == before
     assert run("verify", "--cache", root).returncode == 0
     with open_cache(root) as cache:
@@ -170,7 +170,7 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
     assert len(keys(root)) == len(set(keys(root))) == 60
 
 
-def test_a_sample_reads_some_shards_and_checks_the_sizes_of_all(root: Path) -> None:
+def test_verify_with_a_sample_reads_some_shards_and_checks_the_sizes_of_all(root: Path) -> None:
     found = verify(root, sample=0.4)
     assert (found.shards, found.checked, found.samples) == (5, 2, 20)
     for shard in (root / "shards").iterdir():
@@ -204,7 +204,7 @@ def test_tfrecord_shards_are_read_by_the_tfrecord_package_too(
     (problem,) = verify(tmp_path / "cache", repair=True).problems
     assert (problem.shard, problem.file) == (checked[0].parent.name, "data.tfrecord")
     assert "the tfrecord package cannot read it" in problem.what
-    assert "draws are open again" in str(problem.action)
+    assert "draws must be repeated" in str(problem.action)
 
 
 def test_a_lost_catalog_is_an_error_that_names_the_remedy(root: Path) -> None:
@@ -232,7 +232,7 @@ def test_verify_without_a_cache_is_a_usage_error(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_catalog_of_a_newer_version_is_not_repaired_away(root: Path) -> None:
+def test_a_catalog_of_a_newer_version_is_not_replaced_by_a_repair(root: Path) -> None:
     with sqlite3.connect(root / "catalog.sqlite3") as raw:
         raw.execute("PRAGMA user_version = 99")
     raw.close()
@@ -247,17 +247,17 @@ def by_name(root: Path) -> dict[str, Any]:
     return {finding.what: finding for finding in examine(root)}
 
 
-def test_doctor_finds_nothing_wrong_and_changes_nothing(root: Path) -> None:
+def test_doctor_of_a_sound_cache_reports_no_problem_and_changes_nothing(root: Path) -> None:
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     found = by_name(root)
 
     assert {finding.state for finding in found.values()} == {"ok"}
     charged = [finding.text.partition(": ")[2] for finding in examine(root) if finding.what == "charged"]
     assert charged[0] == "shards"
-    assert "catalog, as large as it may grow" in charged
+    assert "catalog, at its largest size" in charged
     assert found["on disk"].text.endswith(" in all files and folders")
     assert "journal mode persist" in found["SQLite"].text
-    assert "keeps another out" in found["locks"].text
+    assert "locks between processes work" in found["locks"].text
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
@@ -287,7 +287,7 @@ def test_doctor_names_readers_dead_holders_leftovers_and_damage(root: Path) -> N
     assert run("doctor", "--cache", root).returncode == 6
 
 
-def test_doctor_looks_at_a_place_where_no_cache_is_yet(tmp_path: Path) -> None:
+def test_doctor_checks_a_folder_without_a_cache(tmp_path: Path) -> None:
     found = by_name(tmp_path / "a" / "b")
 
     assert found["cache"].state == "note"
@@ -316,7 +316,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bd00bd0", "Lustre"),
     ],
 )
-def test_a_network_file_system_is_refused_unless_it_is_allowed_loudly(
+def test_a_network_file_system_is_refused_unless_it_is_explicitly_allowed(
     tmp_path: Path, objects: Path, shim: Path, kind: str, name: str
 ) -> None:
     env = {"LD_PRELOAD": str(shim), "FAKE_F_TYPE": kind}
@@ -334,12 +334,12 @@ def test_a_network_file_system_is_refused_unless_it_is_allowed_loudly(
     assert f"warning: {tmp_path / 'cache'} lies on a network file system ({name})" in ran.stderr
 
 
-def test_another_unknown_file_system_is_allowed(tmp_path: Path, objects: Path, shim: Path) -> None:
+def test_an_unknown_file_system_is_allowed(tmp_path: Path, objects: Path, shim: Path) -> None:
     words = ("pull", objects, "--cache", tmp_path / "cache", "--max-size", "20MB", "--samples", 3)
     assert run(*words, LD_PRELOAD=str(shim), FAKE_F_TYPE="abcdef").returncode == 0
 
 
-def test_rows_of_a_file_are_pulled_again_from_that_file_wherever_the_repair_is_run(
+def test_rows_are_pulled_again_from_their_file_even_if_the_repair_runs_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("a", 1.0), ("b", 2.0)):

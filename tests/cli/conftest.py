@@ -1,4 +1,4 @@
-"""Running the command line as a user does: in a process of its own, with the two streams apart."""
+"""Runs the command line as a user does: in a separate process, with separate stdout and stderr."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ import pytest
 import cachetool.cli.app
 from tests.commands import run_command
 
+_PROGRESS = ("listing: ", "looking at samples: ", "pulling: ")
+
 
 @dataclass(frozen=True)
 class Ran:
-    """One finished command."""
+    """The result of one command."""
 
     code: int
     stdout: str
@@ -30,18 +32,19 @@ class Ran:
 
     @property
     def document(self) -> Any:
-        """The one JSON document on stdout."""
+        """Return the single JSON document on stdout."""
         return json.loads(self.stdout)
 
     @property
     def error(self) -> str:
-        """The message of a failed command, after checking that it is at most two lines and no traceback."""
-        lines = self.stderr.splitlines()
+        """Return the message of a failed command. Check that it has at most two lines and no traceback."""
+        # A command that takes seconds, as on a busy machine, prints its progress before the error.
+        lines = [line for line in self.stderr.splitlines() if not line.startswith(_PROGRESS)]
         assert lines, "no message on stderr"
         assert len(lines) <= 2, self.stderr
         assert lines[0].startswith("error: "), self.stderr
         assert "Traceback" not in self.stderr
-        return self.stderr.removeprefix("error: ").strip()
+        return "\n".join(lines).removeprefix("error: ").strip()
 
 
 Run = Callable[..., Ran]
@@ -53,7 +56,8 @@ def run(tmp_path: Path) -> Run:
 
     def start(*args: str | Path, cwd: Path = tmp_path, env: dict[str, str] | None = None) -> Ran:
         environment = {**os.environ, "CACHETOOL_CACHE": str(tmp_path / "cache"), "COLUMNS": "100", **(env or {})}
-        if not any(name.startswith(("PYTHON", "LD_")) for name in env or {}):  # which say how an interpreter starts
+        # these variables change how an interpreter starts
+        if not any(name.startswith(("PYTHON", "LD_")) for name in env or {}):
             done = run_command(*args, folder=cwd, environment=environment)
             return Ran(done.returncode, done.stdout, done.stderr)
         done = subprocess.run(
@@ -72,7 +76,9 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 60 samples: ``volume`` float32 (4, 8, 8) full of the sample's number, and its ``label``."""
+    """Create a folder of 60 samples: ``volume`` float32 (4, 8, 8), filled with the sample's number, and its
+    ``label``.
+    """
     folder = tmp_path_factory.mktemp("remote")
     for number in range(60):
         np.save(folder / f"scan{number:03d}.volume.npy", np.full((4, 8, 8), number, dtype=np.float32))
@@ -82,7 +88,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pulled(remote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with 30 of the samples of ``remote``, ten a shard, under a cap of 8 MB; not to be changed."""
+    """Create a cache with 30 samples of ``remote``, ten per shard, under a cap of 8 MB. Tests must not change it."""
     cache = tmp_path_factory.mktemp("pulled") / "cache"
     line = ["pull", str(remote), "--samples", "30", "--shard-size", "10400", "--workers", "1", "--max-size", "8MB"]
     run_command(*line, "--cache", cache, folder=cache.parent).check_returncode()
@@ -91,14 +97,14 @@ def pulled(remote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def filled(pulled: Path, tmp_path: Path) -> Path:
-    """A copy of ``pulled``, as the cache that ``run`` uses."""
+    """Copy ``pulled`` to the cache that ``run`` uses."""
     shutil.copytree(pulled, tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """As ``run``, but within this process: for command lines whose answer needs no process of its own."""
+    """Run a command as ``run`` does, but in this process, for commands whose answer needs no separate process."""
 
     def start(*args: str | Path) -> Ran:
         code = cachetool.cli.app.run([str(arg) for arg in args])

@@ -1,4 +1,4 @@
-"""What lies in a cache folder, seen from outside and through the library."""
+"""The contents of a cache folder, seen from outside and through the library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["labels", "tree"]
 
 
 def labels(cache: Path) -> list[int]:
-    """The label of every sample in a cache filled from ``remote``, after checking that its volume belongs to it."""
+    """Return the label of each sample in a cache filled from ``remote``. Check that its volume belongs to it."""
     found: list[int] = []
     with cachetool.open_cache(cache, create=False) as opened:
         for shard in opened.shards():
@@ -28,7 +28,7 @@ def labels(cache: Path) -> list[int]:
 
 
 def tree(root: Path) -> str:
-    """A digest of every name and byte below ``root``."""
+    """Return a digest of every name and byte below ``root``."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         digest.update(str(path.relative_to(root)).encode())

@@ -1,4 +1,4 @@
-"""``cachetool bench``: it measures the user's own samples for real, leaves nothing behind, and its advice follows."""
+"""``cachetool bench``: it measures the user's own samples, leaves no files, and its advice follows from the figures."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ BIG = replace(FOUND, total_bytes=10**11)
     ("found", "words"),
     [
         (FOUND, ["fit into memory", "5,000 MB/s", "1.6 ms or more for 80 samples", "nothing needs to change"]),
-        (replace(FOUND, warm={**FOUND.warm, "hdf5": 7000}), ["format sets the pace", "cachetool convert --to hdf5"]),
-        (replace(FOUND, by_workers={1: 3000, 2: 5000, 8: 9000}), ["feeders set the pace", "workers=8 gives 9,000"]),
-        (BIG, ["do not fit", "disk sets the pace", "--max-size"]),
-        (replace(BIG, window=5000), ["one by one are slow", 'shuffle="window" gives 5,000 MB/s']),
+        (replace(FOUND, warm={**FOUND.warm, "hdf5": 7000}), ["format limits the rate", "cachetool convert --to hdf5"]),
+        (replace(FOUND, by_workers={1: 3000, 2: 5000, 8: 9000}), ["feeders limit the rate", "workers=8 gives 9,000"]),
+        (BIG, ["do not fit", "disk is the limit", "--max-size"]),
+        (replace(BIG, window=5000), ["one by one is slow", 'shuffle="window" gives 5,000 MB/s']),
         (replace(BIG, cold={**BIG.cold, "tfrecord": 1400}), ["tfrecord gives 1,400", "convert --to tfrecord"]),
-        (replace(BIG, at_random=3000), ["of 3,000 MB/s that it gives", "workers=4"]),
+        (replace(BIG, at_random=3000), ["of 3,000 MB/s that the disk can give", "workers=4"]),
     ],
 )
-def test_the_advice_names_what_is_slowest_and_what_to_change(found: Measurements, words: list[str]) -> None:
+def test_the_advice_names_the_bottleneck_and_the_option_to_change(found: Measurements, words: list[str]) -> None:
     said = advice(found)
 
     assert all(word in said for word in words), said
@@ -54,7 +54,7 @@ def test_the_advice_names_what_is_slowest_and_what_to_change(found: Measurements
 
 @pytest.mark.soak  # half a minute, most of it imports of PyTorch and TensorFlow
 @pytest.mark.timeout(300)
-def test_files_are_measured_in_every_format_and_nothing_stays(tmp_path: Path, run: Run) -> None:
+def test_files_are_measured_in_every_format_and_no_file_is_left(tmp_path: Path, run: Run) -> None:
     x = np.random.default_rng(0).random((3000, 16, 16), dtype="<f4")
     np.save(tmp_path / "x.npy", x)
     work = tmp_path / "work"
@@ -78,8 +78,8 @@ def test_files_are_measured_in_every_format_and_nothing_stays(tmp_path: Path, ru
 
 
 @pytest.mark.timeout(300)
-def test_a_cache_is_measured_by_its_own_format_first_and_stays_as_it_is(tmp_path: Path, run: Run) -> None:
-    """Texts and arrays of many sizes too: PyTorch and TensorFlow are left out for them."""
+def test_a_cache_is_measured_in_its_own_format_first_and_is_not_changed(tmp_path: Path, run: Run) -> None:
+    """The samples include texts and arrays of many sizes; PyTorch and TensorFlow are left out for these."""
     folder = tmp_path / "objects"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -100,13 +100,13 @@ def test_a_cache_is_measured_by_its_own_format_first_and_stays_as_it_is(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "objects"]
 
 
-def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path: Path, run: Run) -> None:
+def test_data_that_cannot_be_measured_is_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     (tmp_path / "x.txt").write_text("not data")
     np.save(tmp_path / "one.npy", np.zeros((1, 4)))
 
     for data, code, words in (
-        ("nothing.npy", 2, "there is no nothing.npy"),
-        ("one.npy", 2, "a single sample is nothing to measure"),
+        ("nothing.npy", 2, "nothing.npy does not exist"),
+        ("one.npy", 2, "one sample is too few to measure"),
     ):
         done = run("bench", data, "--dir", tmp_path)
         assert done.code == code, done.stderr

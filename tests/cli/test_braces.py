@@ -1,4 +1,6 @@
-"""``{000..009}`` and ``{a,b}`` in the name of a source: members are asked for by name, and a missing one is named."""
+"""``{000..009}`` and ``{a,b}`` in the name of a source: each member is requested by name, and a missing member is
+named.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SETS, EACH = 12, 5
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tar files 000 to 011 of five samples, numbered through; two folders of objects; three HDF5 files."""
+    """Create tar files 000 to 011 of five samples with consecutive numbers, two folders of objects, and three HDF5
+    files.
+    """
     folder = tmp_path_factory.mktemp("braces")
     for number in range(SETS):
         with tarfile.open(folder / f"{number:03d}.tar", "w") as archive:
@@ -47,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def silent(files: Path) -> Iterator[Http]:
-    """A web server without any index page."""
+    """Serve the files without any index page."""
 
     def script(handler: Scripted) -> None:
         serve_file(handler, files, "none")
@@ -78,7 +82,7 @@ def at(place: str, files: Path, silent: Http, bucket: Moto) -> tuple[str, dict[s
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_members_of_a_range_are_one_source_without_a_listing(
+def test_members_of_a_range_form_one_source_without_a_listing(
     place: str, files: Path, silent: Http, bucket: Moto, run: Run, tmp_path: Path
 ) -> None:
     where, env = at(place, files, silent, bucket)
@@ -100,11 +104,11 @@ def test_a_missing_member_is_named(place: str, files: Path, silent: Http, bucket
     for words in (["pull"], ["convert", "--to", "lmdb", "--out", "out"]):
         ran = run(*words, f"{where}/{{010..012}}.tar", env=env)
         assert ran.code == 3
-        assert "there is no '012.tar', which the braces name" in ran.error
+        assert "'012.tar' does not exist" in ran.error
 
 
 @pytest.mark.parametrize("place", ["here", "file", "s3"])
-def test_folders_in_braces_are_one_source_of_objects(
+def test_folders_in_braces_form_one_source_of_objects(
     place: str, files: Path, silent: Http, bucket: Moto, run: Run, tmp_path: Path
 ) -> None:
     where, env = at(place, files, silent, bucket)
@@ -118,14 +122,14 @@ def test_folders_in_braces_are_one_source_of_objects(
     assert (ran.code, "none" in ran.error) == (3, True)
 
 
-def test_single_objects_of_several_folders_are_chosen(files: Path, run: Run, tmp_path: Path) -> None:
+def test_single_objects_of_several_folders_can_be_chosen(files: Path, run: Run, tmp_path: Path) -> None:
     ran = run("convert", f"{files}/{{train,val}}/{{3,13}}.number.npy", "--to", "lmdb", "--out", "out")
-    assert ran.code == 3  # two of the four are not there
+    assert ran.code == 3  # two of the four do not exist
     ran = run("convert", f"{files}/train/{{3..5}}.number.npy", "--to", "lmdb", "--out", "out", "--json")
     assert ran.document["samples"] == 3
 
 
-def test_a_name_with_braces_that_exists_is_that_name(run: Run, tmp_path: Path) -> None:
+def test_an_existing_name_with_braces_is_not_expanded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a{1,2}").mkdir()
     np.save(tmp_path / "a{1,2}" / "0.number.npy", np.array(5))
     (tmp_path / "{x}").mkdir()
@@ -135,7 +139,7 @@ def test_a_name_with_braces_that_exists_is_that_name(run: Run, tmp_path: Path) -
     assert sorted(numbers(tmp_path / "cache")) == [5, 6]
 
 
-def test_a_query_goes_to_every_member(files: Path, run: Run, tmp_path: Path) -> None:
+def test_a_query_is_sent_with_every_member(files: Path, run: Run, tmp_path: Path) -> None:
     def script(handler: Scripted) -> None:
         if "token=1" not in handler.path:
             handler.answer(403)
@@ -161,29 +165,29 @@ def test_a_query_goes_to_every_member(files: Path, run: Run, tmp_path: Path) -> 
         ("s3://b/x-{n}-{0..1}.npy", ["x-{n}-0.npy", "x-{n}-1.npy"]),
     ],
 )
-def test_names_in_braces(name: str, names: list[str]) -> None:
+def test_braces_expand_to_names(name: str, names: list[str]) -> None:
     found = braces_of(name)
     assert found is not None
     assert found.names == names
 
 
 @pytest.mark.parametrize("name", ["s3://b/x", "s3://b/{node}/", "s3://b/{}/", "s3://b/{a..b}", "s3://b/}{", "", "{"])
-def test_names_without_braces_that_choose(name: str) -> None:
+def test_names_whose_braces_offer_no_choice_are_not_expanded(name: str) -> None:
     assert braces_of(name) is None
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("s3://{a,b}/x", "not among servers or buckets"),
-        ("https://user:secret@{a,b}.org/x", "not among servers or buckets"),
-        ("s3://b/{9..0}.npy", "goes down; write it from the smaller number"),
-        ("s3://b/{0..100000}", "stands for more than 100000 names; name their folder"),
-        ("s3://b/{0..999}/{0..999}", "stand for 1000000 names, at most 100000"),
+        ("s3://{a,b}/x", "not for servers or buckets"),
+        ("https://user:secret@{a,b}.org/x", "not for servers or buckets"),
+        ("s3://b/{9..0}.npy", "is descending"),
+        ("s3://b/{0..100000}", "stands for more than 100000 names"),
+        ("s3://b/{0..999}/{0..999}", "stand for 1000000 names, but at most 100000"),
         ("s3://b/" + "{0..9}" * 3000, "at most 100000"),
     ],
 )
-def test_braces_that_name_nothing_useful_are_refused(name: str, says: str) -> None:
+def test_braces_without_a_useful_meaning_are_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as refused:
         braces_of(name)
     assert "secret" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Buckets as their owners leave them: keys that are no paths, packed objects, AWS files with sections of services."""
+"""Buckets in practice: keys that are not paths, compressed objects, AWS config files with service sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def npy(value: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("key", ["d//c.npy", "d/x/../c.npy", "d/./c.npy", "d/\x01.npy", "d/c.npy/"])
-def test_a_key_that_is_no_path_is_left_out_by_name_with_the_option_that_the_error_names(
+def test_a_key_that_is_no_path_is_skipped_and_named_with_the_option_from_the_error(
     run: Run, moto: Moto, key: str
 ) -> None:
     bucket = f"cli-{key.encode().hex()}"
@@ -45,7 +45,7 @@ def test_a_key_that_is_no_path_is_left_out_by_name_with_the_option_that_the_erro
     assert ran.document["samples"] == 2
     [[name, why]] = ran.document["left_out"]
     assert name == key.removeprefix("d/").replace("\x01", "\\x01")
-    assert "cannot be asked for" in why
+    assert "cannot be requested" in why
     assert f"left out: {name}" in ran.stderr
 
     converted = run("convert", f"s3://{bucket}/d/", "--to", "hdf5", "--out", "out", "--json", *option, env=env)
@@ -53,7 +53,7 @@ def test_a_key_that_is_no_path_is_left_out_by_name_with_the_option_that_the_erro
     assert run("convert", f"s3://{bucket}/d/", "--to", "hdf5", "--out", "out2", env=env).code == 3
 
 
-def test_such_keys_are_left_out_of_files_of_many_samples_too(run: Run, moto: Moto) -> None:
+def test_keys_that_are_no_paths_are_also_skipped_among_files_of_many_samples(run: Run, moto: Moto) -> None:
     moto.put("cli-files", {"d/a.npy": npy(), "d//b.npy": npy(1)})
 
     ran = run(
@@ -67,7 +67,7 @@ def test_such_keys_are_left_out_of_files_of_many_samples_too(run: Run, moto: Mot
 
 @pytest.mark.parametrize("verb", ["pull", "convert"])
 @pytest.mark.parametrize("name", ["a.json", "a.bin", "a.npy", "rows.h5", "x.tar"])
-def test_a_packed_object_is_named_with_its_encoding_and_the_advice_works(
+def test_a_compressed_object_is_named_with_its_encoding_and_the_advice_works(
     run: Run, moto: Moto, tmp_path: Path, verb: str, name: str
 ) -> None:
     bodies = {"a.json": b'{"a": 1}', "a.bin": b"x" * 50, "a.npy": npy()}
@@ -104,7 +104,7 @@ def test_a_packed_object_is_named_with_its_encoding_and_the_advice_works(
     assert done.code == 0, done.stderr
 
 
-def test_a_few_packed_objects_are_left_out_by_name(run: Run, moto: Moto) -> None:
+def test_a_few_compressed_objects_are_skipped_and_named(run: Run, moto: Moto) -> None:
     moto.put("cli-few", {f"{number:03}.json": b'{"a": 1}' for number in range(20)})
     moto.client.put_object(Bucket="cli-few", Key="020.json", Body=gzip.compress(b"{}"), ContentEncoding="gzip")
 
@@ -117,7 +117,9 @@ def test_a_few_packed_objects_are_left_out_by_name(run: Run, moto: Moto) -> None
 
 
 @pytest.mark.parametrize("variable", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
-def test_a_profile_with_services_leads_to_its_endpoint(run: Run, moto: Moto, tmp_path: Path, variable: str) -> None:
+def test_the_endpoint_of_a_profiles_services_section_is_used(
+    run: Run, moto: Moto, tmp_path: Path, variable: str
+) -> None:
     moto.put("cli-services", {"a.npy": npy()})
     (tmp_path / "config").write_text(
         f"[profile p]\nregion = us-east-1\naws_access_key_id = {moto.env['AWS_ACCESS_KEY_ID']}\n"
@@ -128,7 +130,7 @@ def test_a_profile_with_services_leads_to_its_endpoint(run: Run, moto: Moto, tmp
         "AWS_CONFIG_FILE": str(tmp_path / "config"),
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
         variable: "p",
-        "https_proxy": "http://127.0.0.1:9",  # keeps it off the network
+        "https_proxy": "http://127.0.0.1:9",  # keeps the SDK off the network
     }
 
     ran = run("pull", "s3://cli-services", "--all", "--json", "--max-size", "20MB", env=env)
@@ -139,7 +141,7 @@ def test_a_profile_with_services_leads_to_its_endpoint(run: Run, moto: Moto, tmp
 
 
 @pytest.mark.parametrize("line", ["./d.npy", "k" * 5000 + ".npy"], ids=["dot", "long"])
-def test_a_name_in_a_manifest_that_is_none_is_left_out_by_name(run: Run, tmp_path: Path, line: str) -> None:
+def test_an_invalid_name_in_a_manifest_is_skipped_and_named(run: Run, tmp_path: Path, line: str) -> None:
     (tmp_path / "web").mkdir()
     for number in range(3):
         (tmp_path / "web" / f"{number}.npy").write_bytes(npy(number))

@@ -1,4 +1,4 @@
-"""``cachetool convert`` as typed."""
+"""``cachetool convert`` on the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 
 
-def test_a_cache_goes_through_every_format_and_keeps_its_samples_and_digest(run: Run, filled: Path) -> None:
+def test_a_cache_is_converted_through_every_format_and_keeps_samples_and_digest(run: Run, filled: Path) -> None:
     before = sorted(labels(filled))
     digests = set()
     for name in ("hdf5", "zarr", "tfrecord", "lmdb"):
@@ -37,7 +37,9 @@ def test_a_cache_goes_through_every_format_and_keeps_its_samples_and_digest(run:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_out_writes_plain_files_and_leaves_the_cache_alone(run: Run, filled: Path, tmp_path: Path, name: str) -> None:
+def test_convert_with_out_writes_plain_files_and_does_not_change_the_cache(
+    run: Run, filled: Path, tmp_path: Path, name: str
+) -> None:
     before = {shard["id"] for shard in run("ls", "--json").document["shards"]}
     ran = run("convert", "--to", name, "--out", tmp_path / "plain")
 
@@ -60,7 +62,7 @@ def test_plain_hdf5_opens_without_cachetool(run: Run, filled: Path, tmp_path: Pa
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """An HDF5 file of somebody else: 20 rows of ``x`` and ``y``, and an array that is no row of theirs."""
+    """Create a foreign HDF5 file: 20 rows of ``x`` and ``y``, and an array that is not part of these rows."""
     path = tmp_path / "foreign.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -69,7 +71,7 @@ def foreign(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_of_somebody_else_is_shown_before_it_is_converted(here: Run, foreign: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_a_foreign_file_before_its_conversion(here: Run, foreign: Path, tmp_path: Path) -> None:
     ran = here("convert", foreign, "--to", "lmdb", "--dry-run")
 
     assert ran.code == 0, ran.stderr
@@ -95,7 +97,7 @@ def test_images_in_files_are_resized(here: Run, photos: Path, tmp_path: Path) ->
             assert file["image"].shape == (shown.document["samples"], 20, 30, 3)
 
 
-def test_a_file_goes_into_plain_files_without_a_cache(run: Run, foreign: Path, tmp_path: Path) -> None:
+def test_a_file_is_converted_to_plain_files_without_a_cache(run: Run, foreign: Path, tmp_path: Path) -> None:
     ran = run(
         "convert", foreign, "--to", "hdf5", "--out", "plain", "--rename", "x=image", "--fields", "image", "--verify"
     )
@@ -107,7 +109,9 @@ def test_a_file_goes_into_plain_files_without_a_cache(run: Run, foreign: Path, t
 
 
 @pytest.mark.parametrize("words", [[], ["--cache", "new"], ["--max-size", "8MB", "--dataset", "theirs"]])
-def test_an_input_without_out_is_told_the_two_ways(here: Run, foreign: Path, tmp_path: Path, words: list[str]) -> None:
+def test_an_input_without_out_is_refused_with_two_alternatives(
+    here: Run, foreign: Path, tmp_path: Path, words: list[str]
+) -> None:
     ran = here("convert", foreign, "--to", "zarr", *words)
 
     assert (ran.code, ran.stdout) == (2, "")
@@ -119,27 +123,27 @@ def test_an_input_without_out_is_told_the_two_ways(here: Run, foreign: Path, tmp
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Five rows of ``y``, and arrays that are no rows of theirs."""
+    """Create five rows of ``y``, and arrays that are not part of these rows."""
     others = {f"z{number}": np.int64(number) for number in range(3)}
     np.savez(tmp_path / "mixed.npz", x=np.zeros((4, 2)), y=np.zeros((5, 2)), **others)
     return tmp_path / "mixed.npz"
 
 
-def test_what_is_left_out_of_an_input_is_said(here: Run, mixed: Path) -> None:
+def test_arrays_left_out_of_an_input_are_reported(here: Run, mixed: Path) -> None:
     ran = here("convert", mixed, "--to", "hdf5", "--out", "plain", "--json")
 
     assert ran.code == 0, ran.stderr
     (line,) = [line for line in ran.stderr.splitlines() if line.startswith("left out: ")]
     hint = "; z0 (a single value, without rows); z1 (a single value, without rows); and 1 more"
     assert line.startswith(
-        "left out: x (its first dimension is 4, not 5, which most bytes have; to take the 4 instead:"
+        "left out: x (its first dimension is 4, not 5, the length with the most bytes; to use the length 4 instead:"
     )
     assert hint in line
     assert line.endswith("; and 1 more; --dry-run lists them")
     assert {name for name, _ in ran.document["skipped"]} == {"x", "z0", "z1", "z2"}
 
 
-def test_fields_that_nobody_asked_for_are_no_news(here: Run, mixed: Path) -> None:
+def test_fields_excluded_by_the_fields_option_are_not_reported(here: Run, mixed: Path) -> None:
     assert "left out" not in here("convert", mixed, "--to", "hdf5", "--out", "a", "--fields", "y").stderr
     assert here("convert", mixed, "--to", "hdf5", "--out", "b", "--quiet").stderr == ""
 
@@ -148,7 +152,7 @@ def test_a_cache_is_no_input(here: Run, filled: Path, tmp_path: Path) -> None:
     ran = here("convert", filled, "--to", "lmdb", "--out", "plain")
 
     assert ran.code == 2
-    assert ran.error == f"{filled} is a cache; give it by --cache, without INPUT"
+    assert ran.error.startswith(f"{filled} is a cache; name it with --cache")
     assert not (tmp_path / "plain").exists()
 
 
@@ -171,7 +175,7 @@ def test_options_for_an_input_are_refused_without_one(here: Run, filled: Path, o
         ("convert nowhere.h5 --to hdf5", 2, "nowhere.h5"),
     ],
 )
-def test_what_cannot_be_converted_leaves_the_cache_as_it_was(
+def test_a_failed_conversion_leaves_the_cache_unchanged(
     here: Run, filled: Path, line: str, code: int, says: str
 ) -> None:
     before = tree(filled)
@@ -182,7 +186,7 @@ def test_what_cannot_be_converted_leaves_the_cache_as_it_was(
     assert tree(filled) == before
 
 
-def test_without_a_cache_nothing_is_made(here: Run, tmp_path: Path) -> None:
+def test_convert_without_a_cache_creates_no_files(here: Run, tmp_path: Path) -> None:
     ran = here("convert", "--to", "hdf5")
 
     assert ran.code == 2
@@ -191,7 +195,7 @@ def test_without_a_cache_nothing_is_made(here: Run, tmp_path: Path) -> None:
 
 
 def write_empty(folder: Path, name: str) -> Path:
-    """An input of that name, whole as its kind has it, that holds not one sample."""
+    """Write an input of that name, valid for its kind, without any sample."""
     path = folder / name
     if name == "folder":
         path.mkdir()
@@ -224,7 +228,7 @@ EMPTY = (
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_an_input_without_samples_is_an_error_of_the_source_in_one_line(here: Run, tmp_path: Path, name: str) -> None:
-    """Whatever it is, and wherever it shall go; nothing is made for it."""
+    """The rule holds for every kind of input and every target, and no file is created."""
     path = write_empty(tmp_path, name)
     before = sorted(tmp_path.iterdir())
     for words in (
@@ -236,16 +240,15 @@ def test_an_input_without_samples_is_an_error_of_the_source_in_one_line(here: Ru
 
         assert ran.code == 3, (words, ran.stdout, ran.stderr)
         assert path.name in ran.error
-        assert len(ran.stderr.splitlines()) <= 1 + (words[0] == "pull")  # which can leave a file out
+        # pull can skip a file, so it prints one line more
+        assert len(ran.stderr.splitlines()) <= 1 + (words[0] == "pull")
         assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.h5", "a.zarr"])
 @pytest.mark.parametrize("what", ["records", "a number"])
-def test_an_input_of_which_nothing_can_be_taken_is_an_error_of_the_source(
-    here: Run, tmp_path: Path, name: str, what: str
-) -> None:
-    """No option would make samples of it, whatever file it is in."""
+def test_an_input_without_usable_samples_is_a_source_error(here: Run, tmp_path: Path, name: str, what: str) -> None:
+    """No option could make samples of these inputs, whatever file they are in."""
     array = np.zeros(3, dtype=[("a", "f4"), ("b", "i4")]) if what == "records" else np.array(1.0)
     if name == "a.npy":
         np.save(tmp_path / name, array)
@@ -280,7 +283,9 @@ def test_a_dataset_without_samples_is_no_input_either(here: Run, filled: Path) -
 
 
 def damaged_part(folder: Path) -> tuple[Path, bytes]:
-    """Five Zarr arrays of 20 rows in a folder, the chunk of the last damaged; gives that chunk and what was in it."""
+    """Create a folder of five Zarr arrays of 20 rows, with a damaged chunk in the last one. Return the chunk and its
+    original bytes.
+    """
     for number in range(5):
         zarr.create_array(folder / f"{number}.zarr", data=np.arange(200.0).reshape(20, 10), chunks=(20, 10), name="x")
     chunk = next(path for path in (folder / "4.zarr").rglob("0") if path.is_file())
@@ -289,27 +294,27 @@ def damaged_part(folder: Path) -> tuple[Path, bytes]:
     return chunk, whole
 
 
-def test_an_error_says_which_parts_are_kept_and_the_same_command_goes_on(here: Run, tmp_path: Path) -> None:
+def test_an_error_names_the_finished_parts_and_the_same_command_continues(here: Run, tmp_path: Path) -> None:
     chunk, whole = damaged_part(tmp_path / "many")
     line = ("convert", "many", "--to", "hdf5", "--out", "plain", "--shard-size", "1600", "--workers", "1", "--quiet")
     ran = here(*line)
 
     assert ran.code == 3
     (aside,) = tmp_path.glob(".plain.partial-*")
-    assert f"{aside.name} keeps 4 of 5 parts: the same command goes on from there" in ran.error
-    assert "may be deleted" in ran.error
+    assert f"{aside.name} keeps 4 of 5 files: the same command continues from there" in ran.error
+    assert "delete the folder" in ran.error
     stamps = {part.name: part.stat().st_mtime_ns for part in (aside / "made").glob("part-*.h5")}
     assert len(stamps) == 4
 
     before = chunk.stat()
-    chunk.write_bytes(whole)  # a disk that reads it right this time
+    chunk.write_bytes(whole)  # as if the disk read the chunk correctly this time
     os.utime(chunk, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert here(*line).code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "plain"]
     assert {name: (tmp_path / "plain" / name).stat().st_mtime_ns for name in stamps} == stamps, "made once"
 
 
-def test_an_error_before_the_first_whole_part_leaves_nothing(here: Run, tmp_path: Path) -> None:
+def test_an_error_before_the_first_complete_part_leaves_no_files(here: Run, tmp_path: Path) -> None:
     damaged_part(tmp_path / "many")
     ran = here("convert", "many", "--to", "hdf5", "--out", "plain", "--quiet")
 
@@ -328,9 +333,7 @@ def test_an_error_before_the_first_whole_part_leaves_nothing(here: Run, tmp_path
         (["--out", " "], "--out"),
     ],
 )
-def test_a_place_that_means_nothing_is_refused(
-    here: Run, foreign: Path, tmp_path: Path, words: list[str], says: str
-) -> None:
+def test_an_invalid_target_is_refused(here: Run, foreign: Path, tmp_path: Path, words: list[str], says: str) -> None:
     ran = here("convert", foreign, "--to", "hdf5", *words)
 
     assert ran.code == 2
@@ -339,7 +342,7 @@ def test_a_place_that_means_nothing_is_refused(
 
 
 @pytest.mark.parametrize("parent", ["taken.npy", "taken.npy/below"])
-def test_an_output_that_cannot_be_made_is_named(run: Run, tmp_path: Path, parent: str) -> None:
+def test_an_output_that_cannot_be_created_is_named(run: Run, tmp_path: Path, parent: str) -> None:
     np.save(tmp_path / "taken.npy", np.arange(12.0).reshape(4, 3))
 
     ran = run("convert", tmp_path / "taken.npy", "--to", "hdf5", "--out", tmp_path / parent / "out")
@@ -374,7 +377,7 @@ def test_an_output_in_the_folder_of_a_cache_is_refused(
         (["--out", "new/" + "/".join(["x" * 100] * 42)], "shorter"),
     ],
 )
-def test_a_name_that_nothing_can_have_is_refused_before_any_work(
+def test_an_impossible_file_name_is_refused_before_any_work(
     here: Run, foreign: Path, tmp_path: Path, words: list[str], says: str
 ) -> None:
     (tmp_path / "link").symlink_to("nowhere")
@@ -387,11 +390,9 @@ def test_a_name_that_nothing_can_have_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "doctor", "evict --max-size 1GB", "convert --to hdf5"])
-def test_a_cache_of_a_name_that_is_too_long_is_refused_by_every_command(
-    here: Run, tmp_path: Path, command: str
-) -> None:
+def test_every_command_refuses_a_cache_path_that_is_too_long(here: Run, tmp_path: Path, command: str) -> None:
     ran = here(*command.split(), "--cache", "x" * 300)
 
     assert ran.code == 2
-    assert "name a shorter one with --cache" in ran.error
+    assert "a shorter one with --cache" in ran.error
     assert list(tmp_path.iterdir()) == []

@@ -44,4 +44,4 @@ def test_the_cache_grows_from_epoch_to_epoch_and_a_folder_that_is_named_is_kept(
     assert run("stats", "--cache", "cache", cwd=tmp_path / "kept").code == 0
     again = run("demo", "--dir", tmp_path / "kept")
     assert again.code == 2
-    assert "is there already" in again.error
+    assert "exists already" in again.error

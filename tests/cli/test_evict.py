@@ -1,4 +1,4 @@
-"""``cachetool evict`` as typed."""
+"""``cachetool evict`` on the command line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def du(folder: Path, *options: str) -> int:
-    """What ``du`` says a folder takes."""
+    """Return the bytes that ``du`` counts for a folder."""
     done = subprocess.run(["du", *options, str(folder)], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[0])
 
 
-def test_the_oldest_shards_go_until_the_folder_is_small_enough(here: Run, filled: Path) -> None:
+def test_the_oldest_shards_are_evicted_until_the_folder_is_small_enough(here: Run, filled: Path) -> None:
     before = [shard["id"] for shard in here("ls", "--json").document["shards"]]
     used = here("stats", "--json").document["used"]
     target = used - 20_000
@@ -56,7 +56,7 @@ def test_a_dry_run_shows_the_victims_and_touches_nothing(here: Run, filled: Path
     assert tree(filled) == before
 
 
-def test_a_cache_that_is_small_enough_stays_as_it_is(here: Run, filled: Path) -> None:
+def test_a_cache_that_is_small_enough_is_not_changed(here: Run, filled: Path) -> None:
     ran = here("evict", "--max-size", "1TB", "--json")
 
     assert ran.code == 0
@@ -78,7 +78,7 @@ def test_shards_under_a_reader_stay_and_the_reader_is_named(here: Run, filled: P
     assert len(list((filled / "shards").iterdir())) == 2
 
 
-def test_what_retires_is_told_alike_by_ls_stats_and_evict(here: Run, filled: Path) -> None:
+def test_ls_stats_and_evict_agree_about_retiring_shards(here: Run, filled: Path) -> None:
     with cachetool.open_cache(filled, create=False) as cache, cache.snapshot():
         used = cache.stats().used
         assert here("evict", "--max-size", str(used - 1000)).code == 4
@@ -90,17 +90,17 @@ def test_what_retires_is_told_alike_by_ls_stats_and_evict(here: Run, filled: Pat
         gone = [shard for shard in listed if shard["state"] == "retiring"]
         assert (stats["shards"], stats["retiring"]) == (len(listed), len(gone)) == (3, 1)
         assert stats["retiring_bytes"] == told["retiring_bytes"] == sum(shard["bytes"] for shard in gone) > 0
-        assert f"(1 of them, {format_size(stats['retiring_bytes'])}, go when their readers end)" in here("stats").stdout
+        assert f"(1 of them, {format_size(stats['retiring_bytes'])}, are deleted when" in here("stats").stdout
         assert sum("retiring" in line.split() for line in here("ls").stdout.splitlines()) == 1
         assert again.code == 0
-        assert f"1 shard, {format_size(stats['retiring_bytes'])}, go when their readers end:" in again.stdout
+        assert f"1 shard, {format_size(stats['retiring_bytes'])}, are deleted when their readers end:" in again.stdout
         assert re.search(rf"^  pid {os.getpid()} on .* reads default at version", again.stdout, flags=re.MULTILINE)
         assert told["retiring_shards"] == len(told["blocked"]) == 1
     assert {shard["state"] for shard in here("ls", "--json").document["shards"]} == {"ready"}
 
 
 def pull_another(here: Run, tmp_path: Path) -> None:
-    """A shard of another dataset."""
+    """Pull a shard of another dataset."""
     np.save(tmp_path / "x.npy", np.zeros((20, 100)))
     assert here("pull", "x.npy", "--all", "--dataset", "mine").code == 0
 
@@ -108,16 +108,16 @@ def pull_another(here: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("why", "options", "says"),
     [
-        ("reader", [], r"2 shards \([0-9.]+ kB\) that go when their readers end: pid \d+ on .* reads default"),
-        ("writer", [], r"1 shard \([0-9.]+ kB\) being written; try again when that is done"),
-        ("epochs", ["--min-epochs", "2"], r"3 shards \([0-9.]+ kB\) which fewer than 2 epochs used \(--min-epochs\)"),
+        ("reader", [], r"2 shards \([0-9.]+ kB\) that stay until their readers end: pid \d+ on .* reads default"),
+        ("writer", [], r"1 shard \([0-9.]+ kB\) being written; try again"),
+        ("epochs", ["--min-epochs", "2"], r"3 shards \([0-9.]+ kB\) used by fewer than 2 epochs \(--min-epochs\)"),
         ("dataset", ["--dataset", "default"], r"1 shard \([0-9.]+ kB\) of other datasets"),
     ],
 )
-def test_a_dry_run_and_the_eviction_name_the_same_reasons_and_end_alike(
+def test_a_dry_run_and_the_eviction_have_the_same_reasons_and_exit_code(
     here: Run, filled: Path, tmp_path: Path, why: str, options: list[str], says: str
 ) -> None:
-    """What stays is told with counts and bytes, whether a reader has it or nothing may evict it."""
+    """Shards that stay are reported with counts and bytes, both those of a reader and those that nothing may evict."""
     if why == "dataset":
         pull_another(here, tmp_path)
     with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def test_a_dry_run_and_the_eviction_name_the_same_reasons_and_end_alike(
     assert document.document["unreached"].splitlines()[0] in document.error
 
 
-def test_a_dry_run_that_reaches_its_target_ends_well_as_the_eviction_does(here: Run, filled: Path) -> None:
+def test_a_dry_run_that_reaches_its_target_succeeds_as_the_eviction_does(here: Run, filled: Path) -> None:
     target = str(here("stats", "--json").document["used"] - 1000)
 
     foreseen = here("evict", "--max-size", target, "--dry-run", "--json")
@@ -160,11 +160,11 @@ def test_a_dry_run_that_reaches_its_target_ends_well_as_the_eviction_does(here: 
         ("evict --max-size 1000 --policy worst", 2, "'worst'"),
         ("evict --max-size 1GB --dataset nothing", 2, "'nothing'"),
         ("evict --max-size 1GB --wait soon", 2, "'soon'"),
-        ("evict --max-size 1000", 4, "without any shard it takes"),
-        ("evict --max-size 0 --dry-run", 4, "without any shard it takes"),
+        ("evict --max-size 1000", 4, "the minimum is --max-size "),
+        ("evict --max-size 0 --dry-run", 4, "the minimum is --max-size "),
     ],
 )
-def test_what_cannot_be_evicted_leaves_the_cache_as_it_was(
+def test_an_impossible_eviction_leaves_the_cache_unchanged(
     here: Run, filled: Path, line: str, code: int, says: str
 ) -> None:
     before = tree(filled)

@@ -1,4 +1,4 @@
-"""What a first user is told: a cap that is lowered, a dataset of another format or name, an epoch of a part."""
+"""Messages for a first user: a lowered cap, a dataset of another format or name, an epoch of a part of the samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def objects(tmp_path: Path) -> Path:
     return tmp_path / "objects"
 
 
-def test_a_smaller_cap_says_that_it_lowers_the_cap(run: Run, objects: Path) -> None:
+def test_a_pull_with_a_smaller_cap_says_that_it_lowers_the_cap(run: Run, objects: Path) -> None:
     assert "lowered" not in run("pull", objects, "--samples", "3", "--max-size", "60MB").stderr
     assert "lowered" not in run("pull", objects, "--samples", "3", "--max-size", "60MB").stderr
     assert "lowered" not in run("pull", objects, "--samples", "3", "--max-size", "70MB").stderr
@@ -43,12 +43,12 @@ def test_the_least_cap_that_a_message_names_works(run: Run, objects: Path) -> No
     assert ran.code == 0, ran.stderr
 
 
-def test_a_pull_beside_shards_of_another_format_says_so_and_the_advice_works(run: Run, objects: Path) -> None:
+def test_a_pull_reports_existing_shards_of_another_format_and_the_advice_works(run: Run, objects: Path) -> None:
     assert "beside these" not in run("pull", objects, "--samples", "10", "--max-size", "50MB").stderr
     assert "beside these" not in run("pull", objects, "--samples", "5").stderr
     ran = run("pull", objects, "--samples", "10", "--to", "hdf5")
     assert ran.code == 0
-    assert "dataset 'default' has lmdb shards beside these in hdf5" in ran.stderr
+    assert "dataset 'default' has lmdb shards beside the new hdf5 shards" in ran.stderr
     (advice,) = re.findall(r"cachetool (convert .*)", ran.stderr)
     assert run(*shlex.split(advice)).code == 0
     formats = run("stats", "--json").document["datasets"][0]["formats"]
@@ -57,10 +57,10 @@ def test_a_pull_beside_shards_of_another_format_says_so_and_the_advice_works(run
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_is_not_there_is_refused_at_once(workers: int, run: Run, objects: Path, tmp_path: Path) -> None:
+def test_a_missing_dataset_is_refused_at_once(workers: int, run: Run, objects: Path, tmp_path: Path) -> None:
     assert run("pull", objects, "--samples", "10", "--dataset", "train", "--max-size", "50MB").code == 0
     began = time.monotonic()
-    says = r"there is no dataset 'trian' in .*, only train, and no pull is drawing; .*--dataset trian"
+    says = r"unknown dataset 'trian' in .*; choose one of train with dataset=, .*--dataset trian"
     with (
         Loader(tmp_path / "cache", batch_size=4, dataset="trian", workers=workers) as loader,
         pytest.raises(UsageError, match=says) as refused,
@@ -74,7 +74,9 @@ def test_a_dataset_that_is_not_there_is_refused_at_once(workers: int, run: Run, 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_of_a_part_counts_as_what_it_read(workers: int, run: Run, objects: Path, tmp_path: Path) -> None:
+def test_an_epoch_of_a_split_counts_only_the_samples_that_it_read(
+    workers: int, run: Run, objects: Path, tmp_path: Path
+) -> None:
     assert run("pull", objects, "--all", "--max-size", "50MB").code == 0
     counts = []
     for options in ({"split": "train", "validation": 0.3}, {"split": "validation", "validation": 0.3}, {}):
@@ -93,7 +95,7 @@ def test_an_epoch_of_a_part_counts_as_what_it_read(workers: int, run: Run, objec
     assert rows[0]["bytes"] + rows[1]["bytes"] == pytest.approx(rows[2]["bytes"], abs=2)
 
 
-def test_epochs_of_tensorflow_have_batches_and_time(run: Run, objects: Path, tmp_path: Path) -> None:
+def test_tensorflow_epochs_are_recorded_with_batches_and_time(run: Run, objects: Path, tmp_path: Path) -> None:
     assert run("pull", objects, "--all", "--to", "tfrecord", "--max-size", "50MB").code == 0
     run_script("tensorflow_epochs.py", tmp_path / "cache")
     from cachetool.cache import open_cache

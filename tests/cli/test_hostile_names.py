@@ -1,4 +1,4 @@
-"""Names of strangers in what commands print: no line is forged, no cursor moved, and JSON stays JSON."""
+"""Names from strangers in the output of commands: no name forges a line or moves the cursor, and JSON stays valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache whose datasets, sources, holders, errors and reasons bear those names."""
+    """Create a cache whose datasets, sources, holders, errors and reasons have these names."""
     tmp_path = tmp_path_factory.mktemp("named")
     root = tmp_path / "cache"
     with open_cache(root, max_size="8MB") as cache:
@@ -46,25 +46,27 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def harmless(text: str) -> bool:
-    """Whether a terminal only shows it: no controls, no formats, no separators of lines but the ends of lines."""
+    """Return True if a terminal only displays the text: no control or format characters, no line separators except
+    newlines.
+    """
     return all(char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for char in text)
 
 
 @pytest.mark.parametrize(
     "line", ["stats", "ls", "doctor", "evict --max-size 1MB --dry-run", "stats --dataset none", "show x"]
 )
-def test_a_terminal_shows_names_and_obeys_none(here: Run, named: Path, line: str) -> None:
+def test_a_terminal_displays_hostile_names_without_executing_them(here: Run, named: Path, line: str) -> None:
     ran = here(*line.split(), "--cache", str(named))
 
     assert harmless(ran.stdout + ran.stderr), ran
     assert not [text for text in (ran.stdout + ran.stderr).splitlines() if text.startswith("error: forged")]
     if line in ("stats", "ls"):
-        assert "\\x1b[2J" in ran.stdout  # shown, as an escape
-        assert "[bold red]x[/bold red]" in ran.stdout.replace("\n", "")  # words, no markup
+        assert "\\x1b[2J" in ran.stdout  # displayed as an escape
+        assert "[bold red]x[/bold red]" in ran.stdout.replace("\n", "")  # displayed as text, not as markup
 
 
 @pytest.mark.parametrize("line", ["stats", "ls", "evict --max-size 1MB --dry-run", "stats --dataset none"])
-def test_json_is_one_document_in_ascii_that_gives_the_names_back(here: Run, named: Path, line: str) -> None:
+def test_json_is_one_ascii_document_that_preserves_the_names(here: Run, named: Path, line: str) -> None:
     ran = here(*line.split(), "--json", "--cache", str(named))
     found = json.loads(ran.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
@@ -73,7 +75,7 @@ def test_json_is_one_document_in_ascii_that_gives_the_names_back(here: Run, name
         assert {row["name"] for row in found["datasets"]} == set(HOSTILE)
 
 
-def test_numbers_that_json_has_no_word_for_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_json_cannot_represent_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     from cachetool.cli.output import Output
 
     value = {"a": float("nan"), "b": [float("inf"), {"c": -float("inf")}], "d": 1.5, "e": "\ud800"}
@@ -90,8 +92,10 @@ def test_numbers_that_json_has_no_word_for_are_null(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_message_of_an_error_moves_no_terminal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a traceback, a log or a notebook, too; across processes; and what a loader prints while it waits."""
+def test_an_error_message_cannot_control_a_terminal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rule also holds in a traceback, a log, a notebook, across processes, and in the line that a waiting loader
+    prints.
+    """
     told = str(BadObject(f"object {name!r}: {name}\nleave it out"))
     say(name)
 
@@ -101,7 +105,7 @@ def test_the_message_of_an_error_moves_no_terminal(name: str, capsys: pytest.Cap
     assert told.endswith("\nleave it out")
 
 
-def test_a_message_has_an_end_and_keeps_what_to_do() -> None:
+def test_a_long_message_is_shortened_but_keeps_its_advice() -> None:
     told = str(UsageError(f"no field 'x'; there is {', '.join(map(str, range(20_000)))}; name one with --fields"))
 
     assert len(told) < 2100
@@ -110,7 +114,7 @@ def test_a_message_has_an_end_and_keeps_what_to_do() -> None:
     assert str(CacheToolError()) == ""
 
 
-def test_keys_of_a_source_are_quoted_in_what_a_pull_says(here: Run, tmp_path: Path) -> None:
+def test_keys_of_a_source_are_quoted_in_the_output_of_a_pull(here: Run, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(200):

@@ -1,5 +1,6 @@
-"""Links in a folder: what belongs to the folder is followed, the rest is left out by name; ``--follow-links`` has all
-followed."""
+"""Links in a folder: links inside the folder are followed, others are skipped and named; ``--follow-links`` follows
+all.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def pulled(run: Run, source: Path | str, *options: str, cache: str = "cache") ->
     return ran.document
 
 
-def test_links_out_of_the_folder_are_named_in_text_and_json_and_followed_when_asked(run: Run, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_named_in_text_and_json_and_followed_with_the_option(
+    run: Run, tmp_path: Path
+) -> None:
     put(tmp_path / "blobs" / "n0.npy", 1)
     put(tmp_path / "mixed" / "a.npy", 0)
     link(tmp_path / "mixed" / "b.npy", "../blobs/n0.npy")
@@ -104,7 +107,7 @@ def values_of(run: Run, tmp_path: Path, source: str, cache: str = "cache") -> li
 
 
 def test_side_files_of_a_named_link_are_not_followed_out_of_their_folder(run: Run, tmp_path: Path) -> None:
-    """Only the name that was given is trusted: a stranger's folder must not have an index read from elsewhere."""
+    """A stranger's folder must not make cachetool read an index of another folder. Only the given name is trusted."""
     (tmp_path / "secret").write_text("root:x:0:0\n")
     assert run("convert", put(tmp_path / "one" / "a.npy", 5).parent, "--to", "tfrecord", "--out", "far").code == 0
     (tmp_path / "far" / "dataset.json").unlink()
@@ -119,7 +122,9 @@ def test_side_files_of_a_named_link_are_not_followed_out_of_their_folder(run: Ru
 
 
 @pytest.mark.parametrize("source", ["", "snapshots", "snapshots/c0ffee", "snapshots/c0ffee/train"])
-def test_snapshots_of_a_hub_cache_lead_into_their_own_blobs(run: Run, tmp_path: Path, source: str) -> None:
+def test_links_of_a_hugging_face_snapshot_into_its_own_blobs_are_followed(
+    run: Run, tmp_path: Path, source: str
+) -> None:
     repo = tmp_path / "hub" / "datasets--owner--name"
     for number in range(2):
         put(repo / "blobs" / f"{number:040x}", number)
@@ -134,10 +139,10 @@ def test_snapshots_of_a_hub_cache_lead_into_their_own_blobs(run: Run, tmp_path: 
     assert {Path(name).name for name, _ in document["left_out"]} >= {"stolen.npy", "refs.npy"}
 
 
-def test_a_folder_beside_blobs_is_no_snapshot(run: Run, tmp_path: Path) -> None:
+def test_a_folder_beside_blobs_that_is_not_a_snapshot_follows_no_links(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "repo" / "blobs" / "deep" / "0", 1)
     put(tmp_path / "repo" / "snapshots" / "r" / "a.npy", 0)
-    link(tmp_path / "repo" / "snapshots" / "r" / "b.npy", "../../blobs/deep/0")  # blobs has no folders in it
+    link(tmp_path / "repo" / "snapshots" / "r" / "b.npy", "../../blobs/deep/0")  # a real blobs folder has no subfolders
 
     assert [name for name, _ in pulled(run, "repo/snapshots/r")["left_out"]] == ["b.npy"]
 
@@ -148,7 +153,7 @@ def test_links_of_git_annex_are_followed_within_their_repository(run: Run, tmp_p
     put(tmp_path / "set" / ".git" / objects, 3)
     link(tmp_path / "set" / "sub" / "deep" / "a.npy", f"../../.git/{objects}")
     link(tmp_path / "set" / "sub" / "deep" / "absent.npy", "../../.git/annex/objects/aa/bb/K/K")
-    # A repository that is part of another one, as DataLad makes it: its .git is a link.
+    # A repository inside another one, as DataLad creates it: its .git is a link.
     put(tmp_path / "super" / ".git" / "modules" / "part" / objects, 3)
     link(tmp_path / "super" / "part" / ".git", "../.git/modules/part")
     link(tmp_path / "super" / "part" / "a.npy", f".git/{objects}")
@@ -175,7 +180,7 @@ def test_links_of_git_annex_are_followed_within_their_repository(run: Run, tmp_p
         "/proc/self/environ",
     ],
 )
-def test_a_hostile_folder_has_nothing_read_from_elsewhere(run: Run, tmp_path: Path, target: str) -> None:
+def test_a_hostile_folder_cannot_make_files_outside_it_readable(run: Run, tmp_path: Path, target: str) -> None:
     put(tmp_path / "repo" / "tree" / "a.npy", 0)
     for secret in ("repo/.git/config", "other/.git/annex/objects/k", "repo/.git/annex/objects/k"):
         put(tmp_path / secret, 8)
@@ -189,7 +194,7 @@ def test_a_hostile_folder_has_nothing_read_from_elsewhere(run: Run, tmp_path: Pa
     assert "b.npy" in [name for name, _ in document["left_out"]]
 
 
-def test_with_the_option_what_is_no_file_is_still_left_out_by_name(run: Run, tmp_path: Path) -> None:
+def test_with_follow_links_entries_that_are_no_files_are_still_skipped_and_named(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.npy", 0)
     put(tmp_path / "out" / "c.npy", 1)
     for name, target in {
@@ -201,7 +206,7 @@ def test_with_the_option_what_is_no_file_is_still_left_out_by_name(run: Run, tmp
         link(tmp_path / "in" / name, target)
     os.mkfifo(tmp_path / "out" / "pipe")
     link(tmp_path / "in" / "pipe.npy", "../out/pipe")
-    link(tmp_path / "in" / "whole", "../in")  # a walk through it would not end
+    link(tmp_path / "in" / "whole", "../in")  # a walk through this link would never end
 
     left_out = dict(pulled(run, "in", "--follow-links")["left_out"])
 
@@ -227,7 +232,7 @@ def test_convert_names_links_and_follows_them(run: Run, tmp_path: Path, of: str)
     assert (ran.document["samples"], ran.document["skipped"]) == ((2, []) if of == "objects" else (6, []))
 
 
-def test_a_second_pull_with_the_option_takes_what_the_first_left_out(run: Run, tmp_path: Path) -> None:
+def test_a_second_pull_with_follow_links_draws_the_files_that_the_first_skipped(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.npy", 0)
     put(tmp_path / "out.npy", 1)
     link(tmp_path / "in" / "b.npy", "../out.npy")
@@ -238,7 +243,7 @@ def test_a_second_pull_with_the_option_takes_what_the_first_left_out(run: Run, t
     assert 1 in values(tmp_path / "cache")
 
 
-def test_refresh_names_the_links_of_now(run: Run, tmp_path: Path) -> None:
+def test_refresh_names_the_current_links(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.npy", 0)
     put(tmp_path / "out.npy", 1)
     link(tmp_path / "in" / "old.npy", "../out.npy")
@@ -253,7 +258,7 @@ def test_refresh_names_the_links_of_now(run: Run, tmp_path: Path) -> None:
     assert values(tmp_path / "cache") == [0, 2]
 
 
-def test_many_links_are_counted_behind_the_first_hundred_names(run: Run, tmp_path: Path) -> None:
+def test_links_after_the_first_hundred_are_only_counted(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.npy", 0)
     for number in range(130):
         link(tmp_path / "in" / f"{number:03}.npy", "../nothing")
@@ -264,15 +269,15 @@ def test_many_links_are_counted_behind_the_first_hundred_names(run: Run, tmp_pat
     assert left_out[-1] == ["...", "and 30 more"]
 
 
-def test_names_of_links_move_no_cursor(run: Run, tmp_path: Path) -> None:
+def test_names_of_links_cannot_control_a_terminal(run: Run, tmp_path: Path) -> None:
     put(tmp_path / "in" / "a.npy", 0)
     link(tmp_path / "in" / "\x1b[2J.npy", "../nothing")
 
     assert "\x1b" not in run("pull", "in", "--all", "--max-size", "20MB").stderr
 
 
-def test_a_link_in_a_folder_that_was_named_is_not_one_that_was_named(run: Run, tmp_path: Path) -> None:
-    """A folder with a ``data.mdb`` is one LMDB, but what its link leads to is not what the user named."""
+def test_a_link_inside_the_named_folder_is_not_trusted_as_the_named_link_is(run: Run, tmp_path: Path) -> None:
+    """A folder with a ``data.mdb`` is one LMDB, but the user did not name the target of its link."""
     assert run("convert", put(tmp_path / "one" / "a.npy", 5).parent, "--to", "lmdb", "--out", "secret").code == 0
     link(tmp_path / "in" / "data.mdb", "../secret/part-00000.lmdb")
 
@@ -283,9 +288,7 @@ def test_a_link_in_a_folder_that_was_named_is_not_one_that_was_named(run: Run, t
     assert pulled(run, "in/data.mdb", cache="named")["samples"] == 1
 
 
-def test_a_chunk_of_a_zarr_that_is_a_link_is_followed_with_the_option_that_the_error_names(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_linked_zarr_chunk_is_followed_with_the_option_that_the_error_names(run: Run, tmp_path: Path) -> None:
     import zarr
 
     zarr.create_array(tmp_path / "x.zarr", shape=(8, 2), chunks=(2, 2), dtype="i4")[...] = 7
@@ -299,5 +302,5 @@ def test_a_chunk_of_a_zarr_that_is_a_link_is_followed_with_the_option_that_the_e
     assert pulled(run, "x.zarr", "--follow-links")["samples"] == 8
     with Loader(tmp_path / "cache", batch_size=8, workers=0) as loader:
         assert (next(iter(loader))["x"] == 7).all()
-    shutil.copytree(tmp_path / "x.zarr", tmp_path / "copy.zarr")  # cp -rL
+    shutil.copytree(tmp_path / "x.zarr", tmp_path / "copy.zarr")  # as cp -rL does
     assert pulled(run, "copy.zarr", cache="copied")["samples"] == 8

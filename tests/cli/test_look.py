@@ -1,4 +1,4 @@
-"""``cachetool ls``, ``show`` and ``stats`` as typed: they tell what is there and change nothing."""
+"""``cachetool ls``, ``show`` and ``stats`` on the command line: they report the contents and change nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
 
-def test_looking_changes_nothing(here: Run, filled: Path) -> None:
+def test_ls_show_and_stats_change_nothing(here: Run, filled: Path) -> None:
     before, shards = tree(filled), tree(filled / "shards")
     shard = here("ls", "--json").document["shards"][0]["id"]
     for line in (["ls"], ["stats"], ["show", shard], ["ls", "--dataset", "default"]):
         assert here(*line).code == 0
     assert tree(filled) == before
 
-    assert here("show", f"{shard}:3").code == 0  # leases a snapshot for as long as it reads
+    assert here("show", f"{shard}:3").code == 0  # leases a snapshot while it reads
     assert tree(filled / "shards") == shards
 
 
@@ -36,7 +36,7 @@ def test_ls_lists_each_shard_on_a_line_of_its_own(here: Run, filled: Path) -> No
         assert Path(shard["path"]).is_dir()
 
 
-def test_show_tells_the_fields_of_a_shard_by_the_beginning_of_its_id(here: Run, filled: Path) -> None:
+def test_show_finds_a_shard_by_a_prefix_of_its_id_and_prints_its_fields(here: Run, filled: Path) -> None:
     shard = here("ls", "--json").document["shards"][0]["id"]
     ran = here("show", shard[:6])
 
@@ -50,7 +50,7 @@ def test_show_tells_the_fields_of_a_shard_by_the_beginning_of_its_id(here: Run, 
     ]
 
 
-def test_show_tells_the_values_of_a_sample(here: Run, filled: Path) -> None:
+def test_show_prints_the_values_of_a_sample(here: Run, filled: Path) -> None:
     shard = here("ls", "--json").document["shards"][0]["id"]
     document = here("show", f"{shard}:4", "--json").document
     number = document["fields"]["label"]
@@ -63,8 +63,8 @@ def test_show_tells_the_values_of_a_sample(here: Run, filled: Path) -> None:
     assert max(map(len, text.splitlines())) < 200
 
 
-def test_show_writes_json_whatever_the_numbers_are(here: Run, tmp_path: Path) -> None:
-    """What is no finite number is text: JSON has no word for it."""
+def test_show_writes_valid_json_for_all_numbers(here: Run, tmp_path: Path) -> None:
+    """Numbers that are not finite are written as text, because JSON cannot represent them."""
     np.savez(
         tmp_path / "x.npz",
         f=np.array([[1.5, np.nan, np.inf, -np.inf]], "f4"),
@@ -92,7 +92,7 @@ def test_show_writes_json_whatever_the_numbers_are(here: Run, tmp_path: Path) ->
     ("shard", "says"),
     [("zzz", "'zzz'"), ("", "3 shards"), ("{}:10", "0 to 9"), ("{}:-1", "'-1'"), ("{}:x", "'x'"), ("{}:", "''")],
 )
-def test_show_of_what_is_not_there_says_what_is(here: Run, filled: Path, shard: str, says: str) -> None:
+def test_show_of_a_missing_shard_or_sample_lists_existing_ones(here: Run, filled: Path, shard: str, says: str) -> None:
     first = here("ls", "--json").document["shards"][0]["id"]
     ran = here("show", shard.format(first))
 
@@ -100,7 +100,7 @@ def test_show_of_what_is_not_there_says_what_is(here: Run, filled: Path, shard: 
     assert says in ran.error
 
 
-def test_stats_equals_a_recount_from_the_disk(here: Run, remote: Path, tmp_path: Path) -> None:
+def test_stats_equal_a_recount_from_the_disk(here: Run, remote: Path, tmp_path: Path) -> None:
     ran = here("pull", remote, "--samples", "30", "--shard-size", "10400", "--max-size", "8MB")
     assert ran.code == 0, ran.stderr
     filled = tmp_path / "cache"
@@ -127,7 +127,7 @@ def test_stats_prints_the_cap_the_datasets_and_the_coverage(here: Run, filled: P
     assert "50.0 %" in ran.stdout
 
 
-def test_stats_names_who_reads(here: Run, filled: Path) -> None:
+def test_stats_names_the_readers(here: Run, filled: Path) -> None:
     import os
 
     import cachetool
@@ -138,7 +138,7 @@ def test_stats_names_who_reads(here: Run, filled: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "show x"])
-def test_without_a_cache_the_way_to_one_is_told(here: Run, tmp_path: Path, command: str) -> None:
+def test_without_a_cache_the_pull_command_is_advised(here: Run, tmp_path: Path, command: str) -> None:
     ran = here(*command.split())
 
     assert ran.code == 2

@@ -1,5 +1,6 @@
-"""Folders as people have them: samples, and among them what is none. Alike in ``pull`` and ``convert``, here and at
-URLs; and every option that an error or a note names is tried."""
+"""Real folders with files that are no samples. ``pull`` and ``convert`` behave alike, on this machine and at URLs, and
+every option that an error or a note names is tried.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def samples(ran: list[Ran]) -> list[int]:
 
 
 @pytest.mark.parametrize("stray", BESIDE)
-def test_one_file_beside_samples_is_left_out_and_named_by_both_verbs(stray: str, both: Both, tmp_path: Path) -> None:
+def test_one_file_that_is_no_sample_is_skipped_and_named_by_pull_and_convert(
+    stray: str, both: Both, tmp_path: Path
+) -> None:
     ran = both(write(tmp_path / "s", {**IMAGES, stray: b"a,b\n1,2\n"}))
 
     assert samples(ran) == [12, 12]
@@ -108,7 +111,7 @@ def test_one_file_beside_samples_is_left_out_and_named_by_both_verbs(stray: str,
         assert re.search(f"left out: ({re.escape(stray)}|1 hidden)", one.stderr)
 
 
-def test_all_of_them_at_once_are_in_json_by_name_and_by_count(both: Both, tmp_path: Path) -> None:
+def test_json_lists_all_skipped_files_by_name_and_count(both: Both, tmp_path: Path) -> None:
     ran = both(write(tmp_path / "s", {**IMAGES, **dict.fromkeys(BESIDE, b"{}")}))
 
     assert samples(ran) == [12, 12]
@@ -117,7 +120,7 @@ def test_all_of_them_at_once_are_in_json_by_name_and_by_count(both: Both, tmp_pa
         assert sum(one.document["left_out_counts"].values()) == len(BESIDE)
 
 
-def test_fields_that_are_chosen_leave_out_what_has_none_of_them(both: Both, tmp_path: Path) -> None:
+def test_chosen_fields_exclude_objects_without_any_of_them(both: Both, tmp_path: Path) -> None:
     texts = {name.replace("jpg", "txt"): b"text" for name in IMAGES}
     place = write(tmp_path / "s", {**IMAGES, **texts, "labels.csv": b"a,b", "only/b.txt": b"text"})
     ran = both(place, "--fields", "jpg")
@@ -125,7 +128,7 @@ def test_fields_that_are_chosen_leave_out_what_has_none_of_them(both: Both, tmp_
     assert [sorted(left_out(one)) for one in ran] == [["labels.csv", "only/b.txt"]] * 2
 
 
-def test_a_second_pull_and_one_that_refreshes_name_them_again_and_take_none(run: Run, tmp_path: Path) -> None:
+def test_a_second_pull_and_a_refresh_name_the_skipped_files_again(run: Run, tmp_path: Path) -> None:
     place = write(tmp_path / "s", {**IMAGES, "labels.csv": b"a,b"})
     assert run("pull", place, "--samples", "5", "--max-size", "20MB").code == 0
     again = run("pull", place, "--all", "--json")
@@ -140,7 +143,7 @@ def test_a_second_pull_and_one_that_refreshes_name_them_again_and_take_none(run:
 
 
 def advised(error: str) -> list[list[str]]:
-    """The options of each way that an error names."""
+    """Return the options of each alternative that an error names."""
     ways = []
     for way in re.split(r"; or |;\n", error):
         for part in re.split(r" or (?=--)| to (?=cut)|, (?=or)", way):
@@ -150,7 +153,7 @@ def advised(error: str) -> list[list[str]]:
                 options = words[start:]
                 stop = next((at for at in range(0, len(options), 2) if not options[at].startswith("--")), len(options))
                 ways.append(options[:stop])
-    return [way for way in ways if way != ["--stem", "for"]]
+    return [way for way in ways if way != ["--stem"]]
 
 
 ENDS = {"npy": npy(), "json": b"{}"}
@@ -195,7 +198,7 @@ def test_an_error_names_options_that_work(case: str, both: Both, tmp_path: Path)
 
 
 def shards(*ends: str, padding: int = 0) -> Files:
-    """Archives of 3 samples each, with files of other ends beside them."""
+    """Write archives of 3 samples each, with files of other extensions beside them."""
     files = {}
     for number in range(3):
         files[f"{number:05d}.tar"] = tar(10 * number)
@@ -232,27 +235,27 @@ def test_a_folder_of_archives_with_side_files_is_a_set_of_archives(files: Files,
     assert samples(both(place, "--include", "0000[01].tar")) == [6, 6]
 
 
-def test_the_option_that_a_note_names_reads_what_was_left_out(both: Both, tmp_path: Path) -> None:
+def test_the_option_that_a_note_names_reads_the_skipped_files(both: Both, tmp_path: Path) -> None:
     place = write(tmp_path / "s", shards(".parquet"))
-    (option,) = {why.partition("; ")[2].removesuffix(" takes it") for why in left_out(both(place)[0]).values()}
+    (option,) = {why.partition("; ")[2].removesuffix(" reads it") for why in left_out(both(place)[0]).values()}
     ran = both(place, *option.split())
     assert option == "--read-as parquet"
     assert samples(ran) == [9, 9]
     assert set(left_out(ran[0])) == {f"{number:05d}.tar" for number in range(3)}
 
 
-def test_a_file_with_another_name_is_read_as_the_kind_that_is_asked_for(both: Both, tmp_path: Path) -> None:
+def test_read_as_overrides_the_extension_of_a_file(both: Both, tmp_path: Path) -> None:
     place = write(tmp_path / "s", {"shard.bin": tar(0), "other.txt": b"x"})
     assert samples(both(place / "shard.bin", "--read-as", "tar")) == [3, 3]
     with folder_server(place) as server:
         assert samples(both(f"{server.url}/shard.bin", "--read-as", "tar")) == [3, 3]
     for one in both(place, "--read-as", "parquet"):
-        assert (one.code, "there is none; there are" in one.stderr) == (2, True)
+        assert (one.code, "has no such file; it has" in one.stderr) == (2, True)
     for one in both(place, "--read-as", "nothing"):
         assert (one.code, "tfrecord" in one.stderr) == (2, True)
 
 
-def test_days_and_times_in_names_are_samples_each_and_a_note_says_so(both: Both, run: Run, tmp_path: Path) -> None:
+def test_names_with_dates_are_one_sample_each_and_a_note_says_so(both: Both, run: Run, tmp_path: Path) -> None:
     days = {f"{datetime.date(2024, 1, 1) + datetime.timedelta(day):%Y.%m.%d}.npy": npy(day) for day in range(120)}
     times = {f"t={number * 0.5:.1f}.npy": npy(number) for number in range(40)}
     for name, files in (("d", days), ("t", times)):
@@ -261,10 +264,10 @@ def test_days_and_times_in_names_are_samples_each_and_a_note_says_so(both: Both,
         for one in ran:
             assert "--stem first" in one.document["notes"][0]
             assert one.document["notes"][0] in one.stderr
-    assert samples(both(tmp_path / "t", "--stem", "first")) == [20, 20]  # as the note says
+    assert samples(both(tmp_path / "t", "--stem", "first")) == [20, 20]  # the choice from the note
 
 
-def test_a_source_whose_stem_was_decided_is_drawn_on_and_never_twice(run: Run, tmp_path: Path) -> None:
+def test_a_source_with_a_decided_stem_continues_and_no_sample_is_drawn_twice(run: Run, tmp_path: Path) -> None:
     place = write(tmp_path / "s", {f"t={number * 0.5:.1f}.npy": npy(number) for number in range(40)})
     assert run("pull", place, "--samples", "10", "--max-size", "20MB").code == 0
     assert "leave --stem out" in run("pull", place, "--samples", "10", "--stem", "last").error
@@ -276,7 +279,7 @@ def test_a_source_whose_stem_was_decided_is_drawn_on_and_never_twice(run: Run, t
     assert sorted(keys) == sorted(path.name.removesuffix(".npy") for path in place.glob("*.npy"))
 
 
-def test_globs_belong_to_a_source_and_another_choice_goes_into_another_dataset(run: Run, tmp_path: Path) -> None:
+def test_globs_belong_to_a_source_and_other_globs_need_another_dataset(run: Run, tmp_path: Path) -> None:
     place = write(tmp_path / "s", {**{f"train/{name}": JPG for name in IMAGES}, "val/x.jpg": JPG, "val/y.jpg": JPG})
     first = run("pull", place, "--include", "train/**", "--samples", "5", "--max-size", "20MB", "--json")
     assert first.document["left_out_counts"] == {"not chosen by --include and --exclude": 2}
@@ -293,7 +296,7 @@ def test_globs_belong_to_a_source_and_another_choice_goes_into_another_dataset(r
             assert background.url == f"{place}/train/"
 
 
-def test_globs_that_take_nothing_say_how_many_names_there_are_and_which_globs(both: Both, tmp_path: Path) -> None:
+def test_globs_without_a_match_are_reported_with_the_number_of_names(both: Both, tmp_path: Path) -> None:
     place = write(tmp_path / "s", {f"sub/{name}": JPG for name in IMAGES})
     for source, *options in ((place, "--include", "*.tiff", "--exclude", "*.md"), (f"{place}/*.jpg",)):
         for ran in both(source, *options):
@@ -306,14 +309,14 @@ def test_globs_that_take_nothing_say_how_many_names_there_are_and_which_globs(bo
         assert "nowhere" in ran.stderr
 
 
-def test_a_glob_on_a_server_that_lists_nothing_says_what_it_needs(both: Both) -> None:
+def test_a_glob_on_a_server_without_a_listing_is_an_error_with_advice(both: Both) -> None:
     with scripted_server(lambda handler: handler.answer(404)) as server:
         for ran in both(f"{server.url}/shards/*.tar"):
             assert ran.code == 3
             assert "manifest" in ran.stderr
 
 
-def test_a_zarr_is_taken_whole_or_not_at_all(both: Both, tmp_path: Path) -> None:
+def test_a_glob_selects_a_zarr_folder_completely_or_not_at_all(both: Both, tmp_path: Path) -> None:
     import zarr
 
     for name in ("a", "b"):
@@ -330,7 +333,7 @@ def test_a_zarr_is_taken_whole_or_not_at_all(both: Both, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["s3", "http"])
-def test_all_of_it_holds_at_urls(
+def test_mixed_folders_at_urls_behave_alike(
     where: str, both: Both, tmp_path: Path, moto: Moto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {
@@ -372,7 +375,7 @@ def test_a_listing_that_starts_early_keeps_the_fields_of_its_first_part(
     moto.put("early-halves", {**arrays, **{f"z{number:04d}.txt": b"x" for number in range(90)}})
     with (
         api.open_cache(tmp_path / "b", max_size="20MB") as cache,
-        pytest.raises(cachetool.BadObject, match=r"none of the fields of those before \(x\)"),
+        pytest.raises(cachetool.BadObject, match=r"none of the fields of the objects listed before \(x\)"),
     ):
         cache.pull("s3://early-halves/", start_early=True, all=True)
     with api.open_cache(tmp_path / "c", max_size="20MB") as cache:

@@ -1,4 +1,4 @@
-"""What the command line prints, and where, whatever the streams are connected to."""
+"""The output of the command line on each stream, for all kinds of connected files and terminals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @given(st.text())
-def test_nothing_that_is_shown_can_move_the_cursor(text: str) -> None:
+def test_displayed_text_cannot_move_the_cursor(text: str) -> None:
     shown = plain(text)
 
     assert shown.isprintable()
@@ -40,7 +40,7 @@ def test_control_characters_are_shown_as_escapes() -> None:
     assert plain("a\x1b[31mb\n\udcff\u202e") == r"a\x1b[31mb\n\udcff\u202e"
 
 
-def test_a_table_on_a_pipe_keeps_every_cell_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_on_a_pipe_cuts_no_cell(capsys: pytest.CaptureFixture[str]) -> None:
     key = "k" * 300
     Output(as_json=False, quiet=False).table(["key", ">n"], [(key, 1), ("[red]x[/red]\x1b[2J", 22)])
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,7 @@ def test_a_table_on_a_pipe_keeps_every_cell_whole(capsys: pytest.CaptureFixture[
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_an_error_is_at_most_two_lines_however_long_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_has_at_most_two_lines_however_long_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert fail("SourceError", "first\n\nsecond\x1b[0m\nthird\n", 3, as_json=True) == 3
     captured = capsys.readouterr()
 
@@ -62,7 +62,7 @@ def test_an_error_is_at_most_two_lines_however_long_its_story(capsys: pytest.Cap
     }
 
 
-def test_an_error_without_words_still_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_without_a_message_prints_its_class(capsys: pytest.CaptureFixture[str]) -> None:
     fail("CatalogError", "", 6, as_json=False)
 
     assert capsys.readouterr().err == "error: CatalogError\n"
@@ -104,7 +104,9 @@ def test_quiet_keeps_results_and_drops_notes(capsys: pytest.CaptureFixture[str])
         (Progress("convert", 5, 5, 8_000_000, "note"), 4.0, "converting: 5 of 5 samples, 8.0 MB, 2.0 MB/s, note"),
     ],
 )
-def test_progress_is_one_line_of_counts_rate_and_time_left(step: Progress, seconds: float, expected: str) -> None:
+def test_progress_is_one_line_with_counts_rate_and_remaining_time(
+    step: Progress, seconds: float, expected: str
+) -> None:
     assert describe(step, seconds) == expected
 
 
@@ -118,7 +120,7 @@ def test_progress_is_one_line_of_counts_rate_and_time_left(step: Progress, secon
         (10, "100 of 500 samples"),
     ],
 )
-def test_what_matters_least_gives_way_first(width: int, expected: str) -> None:
+def test_a_narrow_terminal_drops_the_least_important_parts_first(width: int, expected: str) -> None:
     step = Progress("pull", 100, 500, 8_000_000, flying=32, used=450, cap=1000, evicted=1, shards=3)
 
     assert describe(step, 4.0, width) == f"pulling: {expected}"
@@ -150,7 +152,7 @@ def test_a_bar_on_a_terminal_of_80_columns_is_one_whole_line() -> None:
     assert all(len(line) <= 80 and "…" not in line for line in lines), lines
 
 
-def test_off_a_terminal_progress_lines_come_no_more_often_than_they_should() -> None:
+def test_progress_lines_without_a_terminal_are_limited_in_frequency() -> None:
     told: list[str] = []
     with Lines(told.append, every=3600.0) as report:
         for done in range(1000):
@@ -162,13 +164,13 @@ def test_off_a_terminal_progress_lines_come_no_more_often_than_they_should() -> 
 
 
 def start(*args: str, stdout: int, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """A command with its stdout connected to the descriptor ``stdout``."""
+    """Start a command with its stdout connected to the descriptor ``stdout``."""
     return subprocess.run(
         [sys.executable, "-m", "cachetool", *args], stdout=stdout, stderr=stderr, text=True, timeout=60, check=False
     )
 
 
-def test_a_reader_that_went_away_ends_the_command_quietly(filled: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(filled: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -182,7 +184,7 @@ def test_a_reader_that_went_away_ends_the_command_quietly(filled: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("form", [["--json"], []])
-def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path, form: list[str]) -> None:
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(filled: Path, form: list[str]) -> None:
     with open("/dev/full", "w") as full:
         ran = start("ls", "--cache", str(filled), *form, stdout=full.fileno())
 
@@ -214,7 +216,7 @@ def test_closed_streams_do_not_disturb_a_command(filled: Path, closed: str) -> N
     assert ran.stderr == ""
 
 
-def test_a_command_in_a_folder_that_was_removed_says_so(tmp_path: Path) -> None:
+def test_a_command_in_a_deleted_folder_reports_that(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     ran = subprocess.run(
         ["sh", "-c", 'rmdir ../gone; "$0" -m cachetool ls --cache c', sys.executable],
@@ -227,7 +229,7 @@ def test_a_command_in_a_folder_that_was_removed_says_so(tmp_path: Path) -> None:
 
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: the current folder was removed, so no relative path leads anywhere; change to another one\n"
+        "error: the current folder was removed, so relative paths lead nowhere; change to another folder\n"
     )
 
 
@@ -240,7 +242,7 @@ def test_text_that_the_terminal_cannot_show_is_escaped(run: Run, remote: Path) -
     assert r"gr\xf6\xdfe" in ran.stdout
 
 
-def test_a_bug_is_one_line_and_how_to_see_more(
+def test_an_internal_error_is_one_line_with_the_way_to_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from cachetool import api

@@ -1,4 +1,4 @@
-"""What a user may not read or write: one error that names it and says what helps, and nothing taken for damaged."""
+"""Files and folders without permission: one error names them and the remedy, and nothing is taken for damaged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.cli.folders import labels
 from tests.commands import run_command
 
 WITHOUT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-"""Runs a command of root without what lets root into any file."""
+"""A command prefix that removes root's access to all files."""
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> list[str]:
-    """What to put before a command whose user the kernel keeps to the modes of files."""
+    """Return the command prefix that makes the kernel enforce file modes."""
     if os.geteuid() != 0:
         return []
     closed = tmp_path / "closed"
@@ -48,7 +48,7 @@ def prefix(tmp_path: Path) -> list[str]:
         (0o000, "shards", "stats"),
     ],
 )
-def test_what_may_not_be_used_is_named_with_what_to_do(
+def test_a_file_without_permission_is_named_with_the_remedy(
     filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, what: str, line: str
 ) -> None:
     def run(*args: str, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,7 @@ def test_what_may_not_be_used_is_named_with_what_to_do(
 
 @contextmanager
 def moded(path: Path, mode: int) -> Iterator[None]:
-    """Inside, ``path`` has that mode."""
+    """Change the mode of ``path`` inside the block."""
     before = path.stat().st_mode
     path.chmod(mode)
     try:
@@ -104,18 +104,18 @@ def _cachetool(folder: Path, line: str | list[str], before: list[str]) -> subpro
         (0o444, ".", "pull {remote} --samples 50"),
     ],
 )
-def test_what_every_command_needs_is_named_once(
+def test_a_file_without_permission_is_named_once(
     filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, what: str, line: str
 ) -> None:
     with moded(filled / what, mode):
         ran = _cachetool(tmp_path, f"{line.format(remote=remote)} --cache {filled}", prefix)
 
-    said = f"error: permission denied: {filled / what}; make the cache this user's: chmod -R u+rwX {filled}\n"
+    said = f"error: permission denied: {filled / what}; give this user access with: chmod -R u+rwX {filled}\n"
     assert (ran.returncode, ran.stderr) == (6, said)
 
 
 @pytest.mark.parametrize(("mode", "what"), [(0o400, "catalog.sqlite3"), (0o500, "holders")])
-def test_what_may_only_be_read_is_still_shown(
+def test_a_read_only_cache_is_still_shown(
     filled: Path, tmp_path: Path, prefix: list[str], mode: int, what: str
 ) -> None:
     _leave_a_dead_holder(filled)
@@ -127,7 +127,7 @@ def test_what_may_only_be_read_is_still_shown(
 
 
 def _leave_a_dead_holder(cache: Path) -> None:
-    """What the next command would tidy up, and so write."""
+    """Leave a dead holder, which the next command would recover and therefore write."""
     script = "import os, sys, cachetool; c = cachetool.open_cache(sys.argv[1]); s = c.snapshot(); os._exit(0)"
     subprocess.run([sys.executable, "-c", script, cache], check=True)
 
@@ -136,7 +136,7 @@ def _leave_a_dead_holder(cache: Path) -> None:
     ("mode", "what"),
     [(0o400, "catalog.sqlite3"), (0o000, "catalog.sqlite3-journal"), (0o500, "shards"), (0o500, "holders")],
 )
-def test_doctor_sees_what_may_not_be_used(
+def test_doctor_names_files_without_permission(
     filled: Path, tmp_path: Path, prefix: list[str], mode: int, what: str
 ) -> None:
     assert "permission" not in _cachetool(tmp_path, f"doctor --cache {filled}", prefix).stdout
@@ -145,12 +145,12 @@ def test_doctor_sees_what_may_not_be_used(
         ran = _cachetool(tmp_path, f"doctor --cache {filled} --json", prefix)
 
     found = [each for each in json.loads(ran.stdout)["findings"] if each["what"] == "permission"]
-    says = f"permission denied: {filled / what}; make the cache this user's: chmod -R u+rwX {filled}"
+    says = f"permission denied: {filled / what}; give this user access with: chmod -R u+rwX {filled}"
     assert (ran.returncode, ran.stderr, found) == (6, "", [{"what": "permission", "state": "bad", "text": says}])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_cache_of_another_user_is_said_to_be_that(filled: Path, tmp_path: Path, prefix: list[str]) -> None:
+def test_the_cache_of_another_user_is_named_as_such(filled: Path, tmp_path: Path, prefix: list[str]) -> None:
     for path in (filled, *filled.rglob("*")):
         os.chown(path, 4711, -1)
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -158,11 +158,11 @@ def test_a_cache_of_another_user_is_said_to_be_that(filled: Path, tmp_path: Path
     for line in ("evict --max-size 1.25MB", "doctor"):
         ran = _cachetool(tmp_path, f"{line} --cache {filled}", prefix)
         assert ran.returncode == 6
-        assert "the cache belongs to another user (4711); run this as that one" in ran.stderr + ran.stdout
+        assert "the cache belongs to another user (4711); run this as that user" in ran.stderr + ran.stdout
 
 
 @pytest.mark.parametrize("made", ["numpy import Loader", "torch import CacheDataset"])
-def test_a_loader_of_a_cache_that_may_not_be_entered_says_so(
+def test_a_loader_names_a_cache_folder_without_permission(
     filled: Path, tmp_path: Path, prefix: list[str], made: str
 ) -> None:
     batches = ", batch_size=1" if "numpy" in made else ""
@@ -172,12 +172,12 @@ def test_a_loader_of_a_cache_that_may_not_be_entered_says_so(
     assert ran.returncode == 1
     last = ran.stderr.rstrip().splitlines()[-1]
     assert last.startswith("cachetool.core.errors.")
-    assert f"permission denied: {filled}; make the cache this user's" in last
+    assert f"permission denied: {filled}; give this user access" in last
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o644])
 @pytest.mark.parametrize("line", ["stats", "doctor", "pull {remote} --samples 1", "bench", "ls", "verify"])
-def test_a_cache_in_a_closed_folder(
+def test_a_cache_in_a_folder_without_permission_is_named(
     filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, line: str
 ) -> None:
     closed = tmp_path / "closed"
@@ -186,7 +186,7 @@ def test_a_cache_in_a_closed_folder(
     with moded(closed, mode):
         ran = _cachetool(tmp_path, f"{line.format(remote=remote)} --cache {cache}", prefix)
 
-    said = f"error: permission denied: {cache}; {closed} may not be entered; run: chmod u+x {closed}\n"
+    said = f"error: permission denied: {cache}; {closed} cannot be entered; run: chmod u+x {closed}\n"
     assert (ran.returncode, ran.stderr) == (6, said)
 
 
@@ -203,7 +203,9 @@ def test_a_cache_in_a_closed_folder(
         "convert closed/remote/scan000.volume.npy --to zarr --out out",
     ],
 )
-def test_a_source_in_a_closed_folder(remote: Path, tmp_path: Path, prefix: list[str], mode: int, line: str) -> None:
+def test_a_source_in_a_folder_without_permission_is_named(
+    remote: Path, tmp_path: Path, prefix: list[str], mode: int, line: str
+) -> None:
     shutil.copytree(remote, tmp_path / "closed" / "remote")
     shutil.copy(remote / "scan000.volume.npy", tmp_path / "closed")
     with moded(tmp_path / "closed", mode):
@@ -217,7 +219,7 @@ def test_a_source_in_a_closed_folder(remote: Path, tmp_path: Path, prefix: list[
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_listed_but_may_not_be_looked_at_have_not_vanished(
+def test_listed_files_without_permission_do_not_count_as_vanished(
     remote: Path, tmp_path: Path, prefix: list[str]
 ) -> None:
     listed = shutil.copytree(remote, tmp_path / "listed")

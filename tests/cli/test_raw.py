@@ -1,4 +1,4 @@
-"""Files of nothing but numbers: ``--value-format raw:DTYPE,SHAPE`` says what they are, to ``pull`` and ``convert``."""
+"""Files of raw numbers: ``--value-format raw:DTYPE,SHAPE`` describes them for ``pull`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample(number: int) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    """Six objects of raw numbers, each with its label beside it."""
+    """Write six objects of raw numbers, each with its label beside it."""
     (tmp_path / "scans").mkdir()
     for number in range(6):
         (tmp_path / "scans" / f"{number}.volume").write_bytes(sample(number).tobytes())
@@ -33,7 +33,7 @@ def scans(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Three files of two, four and six samples."""
+    """Write three files of two, four and six samples."""
     (tmp_path / "runs").mkdir()
     at = 0
     for count in (2, 4, 6):
@@ -50,7 +50,7 @@ def values(place: Path, name: str = "value", **options: Any) -> list[np.ndarray[
 
 
 def into(verb: str, name: str) -> list[str]:
-    """Options by which all samples come into a dataset, or a folder, of this name."""
+    """Return options that bring all samples into a dataset or folder of this name."""
     more = ["--all", "--max-size", "50MB", "--dataset", name]
     return more if verb == "pull" else ["--to", "hdf5", "--out", name]
 
@@ -124,19 +124,19 @@ def test_a_scalar_is_a_sample_of_one_number(run: Run, tmp_path: Path) -> None:
 def test_a_wrong_size_is_named_and_the_advice_works(verb: str, run: Run, runs: Path, scans: Path) -> None:
     ran = run(verb, runs, "--value-format", RAW, *into(verb, "a"))
     assert ran.code == 3
-    assert "run2.dat': it has 96 bytes, and raw:float32,4x3 is 48" in ran.error
+    assert "run2.dat': it has 96 bytes, but raw:float32,4x3 needs 48" in ran.error
     advice = re.findall(r"--read-as files", ran.error)
     assert run(verb, runs, "--value-format", RAW, *advice[0].split(), *into(verb, "a")).code == 0
     (scans / "3.volume").write_bytes(bytes(50))
     ran = run(verb, scans, "--value-format", RAW, *into(verb, "b"))
-    assert (ran.code, "3.volume': it has 50 bytes, and raw:float32,4x3 is 48" in ran.error) == (3, True)
+    assert (ran.code, "3.volume': it has 50 bytes, but raw:float32,4x3 needs 48" in ran.error) == (3, True)
     (runs / "run4.dat").write_bytes(bytes(97))
     ran = run(verb, runs, "--value-format", RAW, "--read-as", "files", *into(verb, "c"))
     assert ran.code != 0
-    assert "run4.dat: 97 bytes are not whole samples of 48" in ran.error
+    assert "run4.dat: its 97 bytes are not a multiple of 48" in ran.error
 
 
-def test_large_objects_are_looked_at_by_their_size(run: Run, tmp_path: Path) -> None:
+def test_large_objects_are_checked_by_their_size_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     for number in range(3):
         numbers = np.full((300, 300), number, dtype="<f8")
@@ -145,10 +145,10 @@ def test_large_objects_are_looked_at_by_their_size(run: Run, tmp_path: Path) -> 
     assert ran.code == 0, ran.stderr
     assert [float(row[7, 7]) for row in values(tmp_path / "cache", "bin")] == [0, 1, 2]
     ran = run("pull", "large", "--value-format", "raw:float64,300x299", "--all", "--dataset", "b")
-    assert (ran.code, "it has 720000 bytes, and raw:float64,300x299 is 717600" in ran.error) == (3, True)
+    assert (ran.code, "it has 720000 bytes, but raw:float64,300x299 needs 717600" in ran.error) == (3, True)
 
 
-def test_other_value_formats_hold_for_objects_of_bytes(run: Run, tmp_path: Path) -> None:
+def test_other_value_formats_apply_to_objects_of_bytes(run: Run, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with (tmp_path / "x" / "a.bin").open("wb") as file:
         np.save(file, sample(0))
@@ -162,31 +162,31 @@ def test_other_value_formats_hold_for_objects_of_bytes(run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("format", "says"),
     [
-        ("float32", "unknown value format 'float32'; there are bytes, npy, image and raw:DTYPE,SHAPE"),
-        ("raw:", "unknown value format"),
+        ("float32", "unknown --value-format 'float32'; choose one of bytes, npy, image, raw:DTYPE,SHAPE"),
+        ("raw:", "unknown --value-format"),
         ("raw:object,3", "dtype object cannot be stored"),
-        ("raw:float32,0x3", "describes samples of no bytes"),
+        ("raw:float32,0x3", "describes samples of 0 bytes"),
     ],
 )
-def test_a_format_that_is_none_is_refused_for_any_source(format: str, says: str, run: Run, scans: Path) -> None:
+def test_an_invalid_value_format_is_refused_for_any_source(format: str, says: str, run: Run, scans: Path) -> None:
     for words in (["pull"], ["convert", "--to", "lmdb", "--out", "out"]):
         ran = run(*words, scans, "--value-format", format)
         assert (ran.code, says in ran.error) == (2, True), ran.stderr
 
 
-def test_a_format_that_nothing_has_use_for_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_value_format_that_matches_no_file_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     np.save(tmp_path / "x" / "a.npy", sample(0))
     for words in (["pull"], ["convert", "--to", "lmdb", "--out", "out"]):
         ran = run(*words, "x", "--value-format", RAW)
-        assert (ran.code, "--value-format is for objects of bytes, and" in ran.error) == (2, True)
+        assert (ran.code, "--value-format is for objects of bytes, but" in ran.error) == (2, True)
 
 
-def test_fields_of_objects_get_other_names(run: Run, scans: Path, tmp_path: Path) -> None:
+def test_fields_of_objects_can_be_renamed(run: Run, scans: Path, tmp_path: Path) -> None:
     words = ["--value-format", RAW, "--rename", "volume=image", "--fields", "image"]
     assert run("pull", scans, *words, "--all", "--max-size", "50MB").code == 0
     check(values(tmp_path / "cache", "image"), 6)
     assert run("convert", scans, *words, "--to", "lmdb", "--out", "out").code == 0
     check(values(tmp_path / "out", "image"), 6)
     ran = run("convert", scans, "--rename", "nothing=image", "--to", "lmdb", "--out", "no")
-    assert (ran.code, "no field 'nothing'" in ran.error) == (2, True)
+    assert (ran.code, "unknown field 'nothing'" in ran.error) == (2, True)

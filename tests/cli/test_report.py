@@ -1,4 +1,4 @@
-"""``stats --html`` and ``stats --watch`` as typed."""
+"""``stats --html`` and ``stats --watch`` on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
 
-def test_stats_html_writes_one_page_and_says_so(here: Run, filled: Path, tmp_path: Path) -> None:
+def test_stats_html_writes_one_page_and_reports_its_path(here: Run, filled: Path, tmp_path: Path) -> None:
     ran = here("stats", "--html", "report.html")
 
     assert (ran.code, ran.stdout) == (0, "wrote report.html\n")
@@ -54,7 +54,7 @@ def test_stats_html_writes_one_page_and_says_so(here: Run, filled: Path, tmp_pat
         ("--html x.html --dataset other", "'other'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_leaves_nothing(
+def test_impossible_options_are_refused_and_leave_no_file(
     here: Run, filled: Path, tmp_path: Path, line: str, says: str
 ) -> None:
     ran = here("stats", *line.split())
@@ -65,7 +65,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_the_page_goes_where_a_link_leads(here: Run, filled: Path, tmp_path: Path, there: bool) -> None:
+def test_the_page_is_written_to_the_target_of_a_link(here: Run, filled: Path, tmp_path: Path, there: bool) -> None:
     folder = tmp_path / "pages"
     folder.mkdir()
     if there:
@@ -79,16 +79,14 @@ def test_the_page_goes_where_a_link_leads(here: Run, filled: Path, tmp_path: Pat
     assert [path.name for path in folder.iterdir()] == ["target.html"]
 
 
-def test_a_page_that_is_written_again_is_seen_by_nobody_more_than_before(
-    here: Run, filled: Path, tmp_path: Path
-) -> None:
+def test_writing_a_page_again_keeps_its_permissions(here: Run, filled: Path, tmp_path: Path) -> None:
     (page := tmp_path / "page.html").touch(mode=0o600)
     assert here("stats", "--html", "page.html").code == 0
     assert page.stat().st_mode & 0o777 == 0o600
     assert page.stat().st_size
 
 
-def test_a_link_into_the_cache_is_no_way_into_it(here: Run, filled: Path, tmp_path: Path) -> None:
+def test_a_link_into_the_cache_is_refused_as_a_page(here: Run, filled: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(filled / "catalog.sqlite3")
 
     ran = here("stats", "--html", "link")
@@ -97,7 +95,7 @@ def test_a_link_into_the_cache_is_no_way_into_it(here: Run, filled: Path, tmp_pa
     assert here("stats").code == 0
 
 
-def test_what_is_no_plain_file_is_not_replaced_by_the_page(here: Run, filled: Path, tmp_path: Path) -> None:
+def test_only_a_regular_file_is_replaced_by_the_page(here: Run, filled: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
 
@@ -109,13 +107,13 @@ def test_what_is_no_plain_file_is_not_replaced_by_the_page(here: Run, filled: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "link", "pipe"]
 
 
-def test_an_empty_name_of_the_page_is_refused(here: Run, filled: Path) -> None:
+def test_an_empty_file_name_for_the_page_is_refused(here: Run, filled: Path) -> None:
     assert here("stats", "--html", "").code == 2
 
 
 @pytest.fixture
 def trained(filled: Path) -> Path:
-    """The cache after two epochs and an eviction, with names that are longer than any terminal is wide."""
+    """Return the cache after two epochs and an eviction, with names longer than the width of any terminal."""
     with open_cache(filled) as cache:
         for number in range(2):
             with cache.snapshot(run="r" * 200, epoch=number) as snapshot:
@@ -128,7 +126,7 @@ def trained(filled: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) -> None:
+def test_a_watch_screen_fits_the_terminal_and_cuts_no_figure(trained: Path, width: int) -> None:
     with open_cache(trained) as cache, cache.snapshot():
         found = look(cache, None)
     rates = Rates()
@@ -155,7 +153,7 @@ def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) 
     assert "\n".join(lines).count("…") >= 2, "only what is too long gives way"
 
 
-def test_the_widest_column_of_a_look_gives_way_and_no_other(trained: Path) -> None:
+def test_only_the_widest_column_of_a_watch_screen_is_shortened(trained: Path) -> None:
     with open_cache(trained) as cache, cache.snapshot():
         found = dict(look(cache, None))
     found["leases"] = [{**found["leases"][0], "what": f"python {'long ' * 40}", "dataset": "faces", "version": 321}]
@@ -171,7 +169,7 @@ def test_the_widest_column_of_a_look_gives_way_and_no_other(trained: Path) -> No
 
 
 def test_stats_fit_a_terminal_of_80_columns(trained: Path) -> None:
-    """Long names are broken, numbers are whole."""
+    """Long names are wrapped, numbers are not."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "cachetool", "stats", "--cache", str(trained)]
@@ -184,14 +182,15 @@ def test_stats_fit_a_terminal_of_80_columns(trained: Path) -> None:
     assert process.wait(60) == 0
 
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).splitlines()
-    lines = [line for line in lines if not line.startswith(("cache ", "last error"))]  # what may be copied is one line
+    # paths and commands that users copy stay on one line
+    lines = [line for line in lines if not line.startswith(("cache ", "last error"))]
     assert max(map(len, lines)) <= 80, lines
     assert "20 samples in 2 shards" in lines
     assert any(line.startswith("1 shard evicted so far, ") for line in lines)
     assert any(re.search(r" 30 +60 +50\.0 % +0 +1 +0$", line) for line in lines), lines
 
 
-def test_a_pass_that_has_drawn_nothing_shows_the_one_before(trained: Path) -> None:
+def test_a_pass_without_draws_shows_the_previous_pass(trained: Path) -> None:
     with open_cache(trained) as cache:
         found = look(cache, None)
     (source,) = found["sources"]
@@ -201,8 +200,8 @@ def test_a_pass_that_has_drawn_nothing_shows_the_one_before(trained: Path) -> No
     assert newest_pass({**source, "drawn": 6, "coverage": 0.1, "pass": 3}) == (6, 0.1, 3)
 
 
-def test_rates_are_of_samples_as_all_else_is(trained: Path) -> None:
-    """Also while as many are evicted as come."""
+def test_rates_count_samples_like_all_other_figures(trained: Path) -> None:
+    """The rule also holds while as many samples are evicted as are added."""
     with open_cache(trained) as cache:
         found = look(cache, None)
     rates = Rates()
@@ -213,7 +212,7 @@ def test_rates_are_of_samples_as_all_else_is(trained: Path) -> None:
     assert rates.samples == 5.0
 
 
-def test_rates_are_taken_over_half_a_minute(trained: Path) -> None:
+def test_rates_are_averages_over_half_a_minute(trained: Path) -> None:
     with open_cache(trained) as cache:
         found = look(cache, None)
     rates = Rates()
@@ -231,7 +230,7 @@ def watching(cache: Path, **streams: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, **streams)
 
 
-def test_elsewhere_than_on_a_terminal_it_prints_lines_until_it_is_interrupted(trained: Path) -> None:
+def test_watch_without_a_terminal_prints_lines_until_it_is_interrupted(trained: Path) -> None:
     with watching(trained, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline()]
@@ -243,13 +242,13 @@ def test_elsewhere_than_on_a_terminal_it_prints_lines_until_it_is_interrupted(tr
         assert re.match(rb"\d\d:\d\d:\d\d, .* of 8.0 MB used \(\d+ %\), 20 samples in 2 shards, ", line)
 
 
-def test_on_a_terminal_it_is_live_and_gives_the_terminal_back(trained: Path) -> None:
+def test_watch_on_a_terminal_is_live_and_restores_the_terminal(trained: Path) -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     process = watching(trained, stdin=follower, stdout=follower)
     os.close(follower)
     seen = b""
-    while seen.count(b"fill") < 2:  # two looks
+    while seen.count(b"fill") < 2:  # two screens
         seen += os.read(leader, 65536)
     process.send_signal(signal.SIGINT)
     while chunk := _read(leader):

@@ -1,4 +1,4 @@
-"""Command lines that cannot be understood: exit code 2, at most two lines, one of them saying where to read more."""
+"""Invalid command lines: exit code 2 and at most two lines, one of which says where to read more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor
         ("show", "Missing argument 'SHARD[:INDEX]'"),
     ],
 )
-def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(here: Run, line: str, says: str) -> None:
+def test_an_invalid_command_line_prints_two_lines_with_the_help_to_read(here: Run, line: str, says: str) -> None:
     ran = here(*line.split())
 
     assert ran.code == 2
@@ -45,7 +45,7 @@ def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(here: Run
 
 
 @pytest.mark.parametrize("line", ["convert --to", "evict --nope", "pull"])
-def test_the_way_on_is_the_help_of_the_command_that_was_meant(here: Run, line: str) -> None:
+def test_the_advised_help_is_that_of_the_intended_command(here: Run, line: str) -> None:
     assert here(*line.split()).error.endswith(f"try 'cachetool {line.split()[0]} --help'")
 
 
@@ -61,7 +61,7 @@ def test_with_json_an_error_is_also_the_one_document_on_stdout(here: Run, line: 
     assert ran.document["message"].splitlines()[0] in ran.error
 
 
-def test_a_process_ends_with_the_exit_code_and_the_two_lines(run: Run) -> None:
+def test_a_process_prints_two_lines_and_ends_with_the_exit_code(run: Run) -> None:
     ran = run("pul")
 
     assert ran.code == 2
@@ -95,9 +95,7 @@ def test_json_after_two_dashes_is_an_argument(here: Run) -> None:
         ("pull a --dataset=", "''"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_quoted_and_leaves_no_cache_behind(
-    here: Run, tmp_path: Path, line: str, says: str
-) -> None:
+def test_an_invalid_value_is_quoted_and_creates_no_cache(here: Run, tmp_path: Path, line: str, says: str) -> None:
     ran = here(*line.split())
 
     assert ran.code == 2
@@ -111,12 +109,12 @@ def test_a_value_that_cannot_be_used_is_quoted_and_leaves_no_cache_behind(
     [
         ("", "the name of the cache folder is empty"),
         (" ", "the name of the cache folder is empty"),
-        ("link", "is a link to elsewhere/gone, which is not there"),
+        ("link", "is a link to elsewhere/gone, which does not exist"),
         ("file", "is a file"),
         ("file/below", "lies below a file"),
     ],
 )
-def test_a_place_that_is_no_cache_is_named_in_one_line(
+def test_a_folder_that_is_no_cache_is_named_in_one_line(
     here: Run, tmp_path: Path, command: str, place: str, says: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -132,15 +130,15 @@ def test_a_place_that_is_no_cache_is_named_in_one_line(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("options", [[], ["--max-size", "8MB"]])
-def test_a_place_where_no_files_can_be_is_refused_before_anything_is_listed(
+def test_a_folder_that_cannot_hold_files_is_refused_before_the_source_is_listed(
     here: Run, remote: Path, options: list[str]
 ) -> None:
     ran = here("pull", remote, "--cache", "/proc/cachetool", *options)
 
-    assert (ran.code, "/proc is no place for files" in ran.error) == (2, True)
+    assert (ran.code, "/proc cannot hold files" in ran.error) == (2, True)
 
 
-def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done(here: Run) -> None:
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_2(here: Run) -> None:
     ran = here()
 
     assert ran.code == 2
@@ -177,7 +175,7 @@ def test_the_examples_of_a_help_page_parse(here: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo"}))
-def test_every_command_on_a_cache_takes_cache(here: Run, command: str) -> None:
+def test_every_command_on_a_cache_has_the_cache_option(here: Run, command: str) -> None:
     assert re.search(r"--cache DIR", here(command, "--help").stdout)
 
 
@@ -196,7 +194,7 @@ def test_windows_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == "error: cachetool runs on Linux and macOS; on Windows use it inside WSL\n"
 
 
-def test_the_shell_is_offered_formats_and_commands_to_complete(run: Run) -> None:
+def test_the_shell_completes_formats_and_commands(run: Run) -> None:
     def complete(words: str) -> str:
         count = str(len(words.split()) - (0 if words.endswith(" ") else 1))
         return run(env={"_CACHETOOL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}).stdout

@@ -1,4 +1,4 @@
-"""Values that users' tables have, as typed: what is said of them on the two streams, and what the advice does."""
+"""Special values of users' tables on the command line: the messages on both streams, and their advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAP = ("--max-size", "20MB")
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """Four rows of ``a`` and ``b``, of which row 1 has no ``b``."""
+    """Write four rows of ``a`` and ``b``. Row 1 has no ``b``."""
     pyarrow = pytest.importorskip("pyarrow")
     columns = {"a": [1, 2, 3, 4], "b": [1.5, None, 3.0, 4.0]}
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), tmp_path / "t.parquet")
@@ -34,7 +34,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", [["--fields", "-b"], ["--fields=-b"], ["--fields", " -b"]])
-def test_a_field_is_left_out_by_a_minus_however_it_is_typed(here: Run, table: Path, words: list[str]) -> None:
+def test_a_minus_leaves_out_a_field_in_every_way_to_type_it(here: Run, table: Path, words: list[str]) -> None:
     ran = here("pull", table, "--all", *CAP, *words)
     assert ran.code == 0, ran.stderr
     assert "pulled 4 samples" in ran.stdout
@@ -55,9 +55,9 @@ def test_several_fields_are_left_out_after_commas(here: Run, packed: Path) -> No
 
 @pytest.mark.parametrize("command", [["pull", "{}", "--all"], ["convert", "{}", "--to", "hdf5", "--out", "plain"]])
 @pytest.mark.parametrize(
-    ("fields", "says"), [("a,-b", "'a' and '-b'"), ("-b,a", "'a' and '-b'"), ("-", "minus"), ("-c", "'c'")]
+    ("fields", "says"), [("a,-b", "'a', '-b'"), ("-b,a", "'a', '-b'"), ("-", "minus"), ("-c", "'c'")]
 )
-def test_fields_that_make_no_choice_are_an_error_of_usage(
+def test_invalid_choices_of_fields_are_usage_errors(
     here: Run, table: Path, command: list[str], fields: str, says: str
 ) -> None:
     ran = here(*(word.format(table) for word in command), "--fields", fields)
@@ -65,8 +65,8 @@ def test_fields_that_make_no_choice_are_an_error_of_usage(
     assert says in ran.error
 
 
-def test_the_advice_about_a_null_is_followed(here: Run, table: Path) -> None:
-    """Both ways out of a pull, and the one of a conversion."""
+def test_the_advice_about_a_null_works(here: Run, table: Path) -> None:
+    """Both alternatives of a pull, and the one of a conversion."""
     ran = here("pull", table, "--all", *CAP)
     assert ran.code == 3
     assert re.search(r"row 1: 'b' is null", ran.error)
@@ -85,9 +85,7 @@ def test_the_advice_about_a_null_is_followed(here: Run, table: Path) -> None:
     assert here("convert", table, "--to", "hdf5", "--out", "plain", *advised[0].split()).code == 0
 
 
-def test_packed_values_are_named_in_text_and_in_json_and_the_option_that_is_named_unpacks_them(
-    here: Run, packed: Path
-) -> None:
+def test_packed_values_are_named_in_text_and_json_and_the_advised_option_unpacks_them(here: Run, packed: Path) -> None:
     ran = here("pull", packed, "--all", *CAP, "--json")
     (line,) = [line for line in ran.stderr.splitlines() if line.startswith("note: CF")]
     assert line.startswith("note: CF attributes of t2m (_FillValue, scale_factor, add_offset): ")
@@ -105,9 +103,7 @@ def test_packed_values_are_named_in_text_and_in_json_and_the_option_that_is_name
         np.testing.assert_allclose(file["t2m"][3], [273.21, 273.22], rtol=1e-6)
 
 
-def test_what_makes_values_mean_something_else_is_named_before_arrays_that_are_left_out(
-    here: Run, packed: Path
-) -> None:
+def test_encoded_values_are_named_before_skipped_arrays(here: Run, packed: Path) -> None:
     with h5py.File(packed, "a") as file:
         for at in range(5):
             file[f"other{at}"] = np.arange(3 + at)
@@ -116,7 +112,7 @@ def test_what_makes_values_mean_something_else_is_named_before_arrays_that_are_l
 
 
 @pytest.mark.parametrize("decode", ["image", "mask", "cf"])
-def test_decoding_that_finds_nothing_is_an_error_of_usage(here: Run, table: Path, decode: str) -> None:
+def test_decoding_without_encoded_values_is_a_usage_error(here: Run, table: Path, decode: str) -> None:
     for line in (("pull", table, "--all", *CAP), ("convert", table, "--to", "hdf5", "--out", "plain")):
         ran = here(*line, "--decode", decode, "--fields", "a")
         assert ran.code == 2

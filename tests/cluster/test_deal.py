@@ -1,4 +1,4 @@
-"""Division of parts among caches: laws for any caches, and for any history of nodes that are lost and come back."""
+"""Division of parts among caches: rules for any caches, and for any history of nodes that are lost and come back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = st.dictionaries(st.integers(0, CUT - 1), st.integers(0, 5), max_size=CUT
 
 @st.composite
 def caches(draw: st.DrawFn) -> dict[str, Held]:
-    """One to five caches, in which any parts may be more than once."""
+    """Generate one to five caches. Any part may be in more than one cache."""
     found = {}
     for name in draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=5, unique=True)):
         parts = draw(PARTS)
@@ -35,7 +35,7 @@ def caches(draw: st.DrawFn) -> dict[str, Held]:
 
 
 @given(caches())
-def test_each_part_is_dealt_to_one_cache_and_stays_where_most_of_it_is(held: dict[str, Held]) -> None:
+def test_each_part_is_assigned_to_one_cache_and_stays_where_most_of_it_is(held: dict[str, Held]) -> None:
     dealt = deal(CUT, held, most=CUT)
     assert sorted(part for parts in dealt.values() for part in parts) == [*range(CUT)]
     best = {part: max(cache.parts.get(part, -1) for cache in held.values()) for part in range(CUT)}
@@ -45,20 +45,20 @@ def test_each_part_is_dealt_to_one_cache_and_stays_where_most_of_it_is(held: dic
         if len(found := [name for name in held if held[name].parts.get(part) == samples]) == 1
         for name in found
     }
-    if alone == held.keys() and not any(cache.is_full for cache in held.values()):  # none of them is new
+    if alone == held.keys() and not any(cache.is_full for cache in held.values()):  # no cache is new
         for name, parts in dealt.items():
             assert all(best[part] in (-1, held[name].parts.get(part)) for part in parts)
 
 
 @given(caches())
-def test_who_is_dealt_what_it_has_keeps_it(held: dict[str, Held]) -> None:
+def test_a_cache_keeps_the_parts_that_it_has(held: dict[str, Held]) -> None:
     dealt = deal(CUT, held, most=CUT)
     again = {name: Held(held[name].cap, dict.fromkeys(parts, 1)) for name, parts in dealt.items() if parts}
     assert deal(CUT, again, most=CUT) == {name: dealt[name] for name in again}
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 3), min_size=1), st.integers(1, 40))
-def test_new_caches_get_parts_by_their_caps(caps: dict[str, int], cut: int) -> None:
+def test_new_caches_get_parts_in_proportion_to_their_caps(caps: dict[str, int], cut: int) -> None:
     dealt = deal(cut, {name: Held(cap) for name, cap in caps.items()}, most=cut)
     assert sum(map(len, dealt.values())) == cut
     for name, parts in dealt.items():
@@ -66,7 +66,7 @@ def test_new_caches_get_parts_by_their_caps(caps: dict[str, int], cut: int) -> N
             assert len(parts) / caps[name] <= (len(dealt[other]) + 1) / caps[other]
 
 
-def test_a_cache_that_comes_gets_the_parts_with_fewest_samples_until_all_have_as_many() -> None:
+def test_a_joining_cache_gets_the_parts_with_fewest_samples_until_all_caches_have_equally_many() -> None:
     parts = {part: part for part in range(6)}
     dealt = deal(12, {"a": Held(1, parts), "b": Held(1, {part + 6: 9 for part in parts}), "c": Held(1)}, most=12)
     assert {name: len(parts) for name, parts in dealt.items()} == {"a": 4, "b": 4, "c": 4}
@@ -79,7 +79,9 @@ def test_no_cache_gets_more_parts_than_it_can_draw() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 200), st.integers(1, 250), st.data())
-def test_as_many_more_draws_are_reached_as_are_asked_for(cut: int, units: int, draws: int, data: st.DataObject) -> None:
+def test_the_assigned_parts_have_the_requested_number_of_draws(
+    cut: int, units: int, draws: int, data: st.DataObject
+) -> None:
     done = {part: data.draw(st.integers(0, part_size(units, part, cut))) for part in range(cut)}
     upto = reach_of(cut, done, units, draws)
     more = sum(max(0, part_size(upto, part, cut) - done[part]) for part in range(cut))
@@ -92,7 +94,7 @@ EVENTS = st.sampled_from(["lose", "back", "new", "drive", "drive", "killed", "dr
 
 
 class Nodes:
-    """Caches of nodes, the living and the lost, and a driver that looks, deals and assigns in steps."""
+    """Caches of living and lost nodes, and a driver that looks, divides and assigns in steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +104,7 @@ class Nodes:
         self.add()
 
     def add(self) -> None:
-        """A new node, whose cache has the source and no parts."""
+        """Add a node whose cache knows the source and has no parts."""
         name = f"n{self.count}"
         self.count += 1
         cache = cachetool.open_cache(self.folder / name, max_size="8MB")
@@ -111,7 +113,7 @@ class Nodes:
         self.living[name] = cache
 
     def held(self) -> dict[str, Held]:
-        """What a driver sees."""
+        """Return the parts of each cache as the driver sees them."""
         found = {}
         for name, cache in self.living.items():
             with cache.catalog.read() as connection:
@@ -122,7 +124,7 @@ class Nodes:
         return found
 
     def drive(self) -> Iterator[None]:
-        """A driver that may be killed between any two changes."""
+        """Run a driver that may be killed between any two changes."""
         before = self.held()
         dealt = deal(CUT, before, most=CUT)
         for fewer in (True, False):
@@ -133,7 +135,7 @@ class Nodes:
                 yield
 
     def draw(self, at: int) -> None:
-        """One node draws a claim of its own."""
+        """Let one node claim and draw from its own parts."""
         cache = [*self.living.values()][at % len(self.living)]
         with cache.catalog.write() as connection:
             cache.holder.register(connection)
@@ -145,7 +147,7 @@ class Nodes:
             draws.close_job(connection, job)
 
     def numbers(self) -> list[int]:
-        """Home numbers of all samples that living nodes have."""
+        """Return the home numbers of all samples of the living nodes."""
         found: list[int] = []
         for cache in self.living.values():
             for row in cache.catalog.rows("SELECT part, draws FROM shards WHERE state = 'ready'"):
@@ -156,7 +158,7 @@ class Nodes:
 
 @settings(max_examples=12, deadline=None)
 @given(events=st.lists(st.tuples(EVENTS, st.integers(0, 9)), max_size=14))
-def test_after_any_history_each_part_is_on_one_living_node_and_no_sample_is_there_twice(
+def test_after_any_history_each_part_is_on_one_living_node_and_no_sample_exists_twice(
     events: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     nodes = Nodes(tmp_path_factory.mktemp("nodes"))
@@ -189,7 +191,7 @@ def test_after_any_history_each_part_is_on_one_living_node_and_no_sample_is_ther
         cache.close()
 
 
-def test_a_part_that_two_nodes_drew_is_kept_where_more_of_it_is(tmp_path: Path) -> None:
+def test_a_part_that_two_nodes_drew_stays_on_the_node_with_more_of_it(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     [*nodes.drive()]
     nodes.add()

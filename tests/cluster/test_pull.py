@@ -1,4 +1,4 @@
-"""What the nodes of a pull draw: commands over nodes that are threads of this process, each with a cache of its own."""
+"""Draws of a pull over several nodes. The nodes are threads of this process, each with a cache of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Line:
 
 
 class Threads:
-    """As :class:`cachetool.cluster.engine.RayEngine`, of nodes that are threads here."""
+    """An engine like :class:`cachetool.cluster.engine.RayEngine`, whose nodes are threads."""
 
     def __init__(self, names: str) -> None:
         self.named = [Node(f"id-{name}", name, "127.0.0.1") for name in names]
@@ -78,10 +78,10 @@ class Threads:
             outcome = getattr(importlib.import_module(name), function)(Line(self, run), **run.task.arguments)
         except CacheToolError as error:
             outcome = error
-        except Exception as error:  # noqa: BLE001 - as in a child
+        except Exception as error:  # noqa: BLE001 - as in a child process
             outcome = from_json(outcome_of(error))
         self._outcomes[run.number] = outcome
-        self.said.put((run, None))  # it has ended once all that it said was heard
+        self.said.put((run, None))  # the run has ended once all its messages were received
 
     def write(self, node: Node, name: str, at: int, piece: bytes) -> str:
         path = Path(self.places.name, node.name, name)
@@ -119,7 +119,7 @@ class Threads:
             self.wait(0)
 
     def lose(self, run: Run) -> None:
-        """A node goes while it is at ``run``."""
+        """Lose a node while it is at ``run``."""
         self.named.remove(run.node)
         self.stop([run])
         run.result, run.error = None, NodeLost(run.node)
@@ -129,7 +129,7 @@ class Threads:
 
 
 class World:
-    """Nodes, their caches, and a source of numbers."""
+    """The nodes, their caches, and a source of numbers."""
 
     def __init__(self, folder: Path, engine: Threads) -> None:
         self.folder, self.engine, self.source = folder, engine, folder / "numbers"
@@ -148,7 +148,7 @@ class World:
         )  # fmt: skip
 
     def samples(self, node: str) -> list[int]:
-        """Of each shard of a node."""
+        """Return the samples in each shard of a node."""
         with CacheDir(self.folder / node) as cache:
             return [shard.samples for shard in cache.shards()]
 
@@ -161,7 +161,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def keys(world: World, *names: str) -> list[int]:
-    """The number in every sample of these nodes."""
+    """Return the number in every sample of these nodes."""
     found: list[int] = []
     for name in names:
         with Loader(world.folder / name, batch_size=8, workers=0, rank=0, world_size=1) as loader:
@@ -170,7 +170,9 @@ def keys(world: World, *names: str) -> list[int]:
 
 
 @pytest.mark.parametrize("placement", ["replicate", "split"])
-def test_caches_that_were_filled_in_one_way_are_not_filled_in_another(world: World, placement: str) -> None:
+def test_caches_that_were_filled_with_parts_cannot_be_filled_with_replicas_or_vice_versa(
+    world: World, placement: str
+) -> None:
     world.write(0, 20)
     world.pull(all=True, placement=placement)
     before = {node: world.samples(node) for node in "ab"}
@@ -184,7 +186,7 @@ def test_caches_that_were_filled_in_one_way_are_not_filled_in_another(world: Wor
     assert keys(world, "a", "b") == sorted([*range(20)] * (2 if other == "replicate" else 1))
 
 
-def test_what_a_lost_cache_had_is_drawn_again_and_nothing_twice(world: World) -> None:
+def test_the_samples_of_a_lost_cache_are_drawn_again_and_no_sample_twice(world: World) -> None:
     world.write(0, 60)
     world.pull(all=True)
     shutil.rmtree(world.folder / "b")
@@ -195,7 +197,7 @@ def test_what_a_lost_cache_had_is_drawn_again_and_nothing_twice(world: World) ->
     assert keys(world, "a", "b") == [*range(60)]
 
 
-def test_parts_of_a_node_that_is_lost_are_drawn_by_the_other_while_the_pull_runs(world: World) -> None:
+def test_the_parts_of_a_lost_node_are_drawn_by_the_other_node_during_the_pull(world: World) -> None:
     world.write(0, 60)
 
     def lose(run: Run) -> None:
@@ -210,10 +212,10 @@ def test_parts_of_a_node_that_is_lost_are_drawn_by_the_other_while_the_pull_runs
     assert [row["state"] for row in result.nodes] == ["", "lost"]
     assert result.pass_complete
     assert keys(world, "a") == [*range(60)]
-    assert world.notes[0] == "node b was lost; what it had is drawn again by the others"
+    assert world.notes[0] == "node b was lost; the other nodes draw its samples again"
 
 
-def test_the_first_draws_of_nodes_are_those_of_one_machine_and_so_are_those_behind_them(world: World) -> None:
+def test_nodes_draw_the_same_samples_as_one_machine_in_two_pulls(world: World) -> None:
     world.write(0, 60)
     with cachetool.open_cache(world.folder / "local", max_size="20MB") as cache:
         cache.pull(str(world.source), samples=37, seed=3, workers=1)
@@ -223,7 +225,7 @@ def test_the_first_draws_of_nodes_are_those_of_one_machine_and_so_are_those_behi
     assert keys(world, "a", "b") == keys(world, "local")
 
 
-def test_samples_of_a_source_at_its_end_are_of_a_further_pass(world: World) -> None:
+def test_more_samples_after_the_end_of_a_source_come_from_a_further_pass(world: World) -> None:
     world.write(0, 40)
     assert world.pull(all=True).reason == "source at its end"
     with cachetool.open_cache(world.folder / "b", create=False) as evicted:
@@ -234,7 +236,7 @@ def test_samples_of_a_source_at_its_end_are_of_a_further_pass(world: World) -> N
     assert keys(world, "a", "b") == [*range(40)]
 
 
-def test_what_a_full_node_has_not_begun_is_drawn_by_one_with_room(world: World) -> None:
+def test_the_undrawn_parts_of_a_full_node_are_drawn_by_a_node_with_space(world: World) -> None:
     world.write(0, 60)
     (world.folder / "large").mkdir()
     for number in range(20):
@@ -249,7 +251,7 @@ def test_what_a_full_node_has_not_begun_is_drawn_by_one_with_room(world: World) 
     assert len(keys(world, "a")) > 40
 
 
-def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World) -> None:
+def test_a_refresh_that_finds_only_vanished_objects_reaches_the_nodes(world: World) -> None:
     world.write(0, 40)
     world.pull(samples=16)
     for number in range(0, 40, 5):
@@ -269,7 +271,7 @@ def test_a_source_that_is_replicated_can_grow(world: World) -> None:
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": 30, "b": 30}
 
 
-def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None:
+def test_after_a_failed_first_pull_parts_or_replicas_can_still_be_chosen(world: World) -> None:
     world.write(0, 20)
 
     def fail(run: Run) -> None:
@@ -286,7 +288,7 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
 
 
 @pytest.mark.parametrize("target", ["cachetool.cluster.node:look", "cachetool.cluster.node:draw"])
-def test_a_node_that_comes_and_cannot_take_part_is_left_out(
+def test_a_joining_node_that_cannot_take_part_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     world.write(0, 20)
@@ -306,13 +308,11 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     result = world.pull(all=True, max_rate="2kB")
     assert result.samples - result.released == 20
     assert [note for note in world.notes if "node b" in note] == [
-        "node b: its folder cannot be written; the pull goes on without node b"
+        "node b: its folder cannot be written; the pull continues without node b"
     ]
 
 
-def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joining_node_gets_its_share_of_the_rate_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: dict[str, list[float]] = {"a": [], "b": []}
 
     def written(node: Node, path: str) -> None:
@@ -325,7 +325,7 @@ def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
         assert run.task.arguments["pace"].endswith(f"/{run.node.name}/pace")
 
 
-def test_a_node_that_comes_and_has_no_room_for_its_part_of_the_rate_is_left_out(
+def test_a_joining_node_without_space_for_its_share_of_the_rate_limit_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = []
@@ -336,14 +336,16 @@ def test_a_node_that_comes_and_has_no_room_for_its_part_of_the_rate_is_left_out(
         parts.append(struct.unpack("<dd", Path(path).read_bytes())[1])
 
     pulled_with_a_rate_while_b_comes(world, monkeypatch, full)
-    assert "node b: /tmp: the disk is full; the pull goes on without node b" in world.notes
+    assert "node b: /tmp: the disk is full; the pull continues without node b" in world.notes
     assert parts == [1.0, 0.5, 1.0]
 
 
 def pulled_with_a_rate_while_b_comes(
     world: World, monkeypatch: pytest.MonkeyPatch, written: Callable[[Node, str], None]
 ) -> list[Run]:
-    """Node b comes when a draws; ``written`` hears what is written on the nodes. Gives the tasks that drew."""
+    """Pull with a rate limit while node b joins at the first draw of node a. ``written`` receives the files written on
+    the nodes. Return the tasks that drew.
+    """
     world.write(0, 30)
     monkeypatch.setattr(cluster, "_SEEK", 0.0)
     first, second = world.engine.named
@@ -367,7 +369,7 @@ def pulled_with_a_rate_while_b_comes(
     return drew
 
 
-def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world: World) -> None:
+def test_replicas_of_archives_draw_the_requested_samples_like_one_cache(world: World) -> None:
     for number in range(60):
         with tarfile.open(world.source / f"{number:03d}.tar", "w") as archive:
             for each in range(30 if number % 20 == 7 else 1):
@@ -385,7 +387,7 @@ def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world:
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": alone, "b": alone}
 
 
-def test_a_source_that_had_grown_goes_on(world: World) -> None:
+def test_a_pull_continues_with_a_source_that_has_grown(world: World) -> None:
     world.write(20, 40)
     world.pull(samples=10)
     world.write(0, 20)
@@ -398,7 +400,7 @@ def test_a_source_that_had_grown_goes_on(world: World) -> None:
     assert all(world.samples(node)[: len(before[node])] == before[node] for node in "ab"), "nothing is drawn twice"
 
 
-def test_a_node_that_comes_with_samples_of_another_cut_is_left_out_and_keeps_them(
+def test_a_joining_node_whose_samples_come_from_another_division_is_left_out_and_keeps_them(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.write(0, 20)
@@ -415,10 +417,10 @@ def test_a_node_that_comes_with_samples_of_another_cut_is_left_out_and_keeps_the
     world.engine.started = come
     assert world.pull(all=True).released == 0
     assert sum(world.samples("b")) == 20
-    assert any("the pull goes on without node b" in note for note in world.notes)
+    assert any("the pull continues without node b" in note for note in world.notes)
 
 
-def test_nodes_without_any_room_end_the_pull(world: World) -> None:
+def test_the_pull_ends_if_no_node_has_space(world: World) -> None:
     world.write(0, 30)
     (world.folder / "large").mkdir()
     for number in range(20):
@@ -429,7 +431,7 @@ def test_nodes_without_any_room_end_the_pull(world: World) -> None:
     assert world.pull(max_size=None).reason == "cache full"
 
 
-def test_replicas_of_a_source_that_grew_draw_no_more_than_is_asked_for(world: World) -> None:
+def test_replicas_of_a_grown_source_draw_only_the_requested_samples(world: World) -> None:
     world.write(0, 20)
     world.pull(all=True, placement="replicate")
     world.write(20, 40)
@@ -437,7 +439,7 @@ def test_replicas_of_a_source_that_grew_draw_no_more_than_is_asked_for(world: Wo
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": 25, "b": 25}
 
 
-def test_a_node_that_returns_gets_parts_that_it_has(world: World) -> None:
+def test_a_returning_node_gets_the_parts_that_it_has(world: World) -> None:
     world.write(0, 60)
     world.pull(all=True)
     first, second = world.engine.named
@@ -451,7 +453,7 @@ def test_a_node_that_returns_gets_parts_that_it_has(world: World) -> None:
     assert all(sum(world.samples(name)) > 20 for name in "ab")
 
 
-def test_nodes_with_other_seeds_are_both_told(world: World) -> None:
+def test_nodes_with_different_seeds_are_both_named(world: World) -> None:
     world.write(0, 20)
     for name, seed in (("a", 1), ("b", 5)):
         with cachetool.open_cache(world.folder / name, max_size="20MB") as cache:

@@ -1,4 +1,4 @@
-"""What every format does, whoever wrote it: each test runs for every registered name."""
+"""The contract of every format, including those of other packages: each test runs for every registered name."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SIMPLE = Schema((Field("x", "<f4", (4, 3)), Field("label", "<i8"), Field("note",
 
 @pytest.fixture(params=format_names())
 def kind(request: pytest.FixtureRequest) -> Format:
-    """Each format in turn."""
+    """Return each format in turn."""
     return get_format(request.param)
 
 
 @pytest.fixture
 def path(kind: Format, tmp_path: Path) -> Path:
-    """Where a shard of the format goes."""
+    """Return the path for a shard of the format."""
     return tmp_path / ("data" + kind.suffix)
 
 
 def assert_same(found: Block, expected: Block) -> None:
-    """Equal schemas and bit for bit equal values."""
+    """Assert equal schemas and bit for bit equal values."""
     assert found.schema == expected.schema
     assert found.samples == expected.samples
     for field in expected.schema:
@@ -58,8 +58,10 @@ def compressions(kind: Format) -> tuple[str | None, ...]:
     return (None, *kind.compressions)
 
 
-def test_every_kind_of_field_comes_back(kind: Format, tmp_path: Path) -> None:
-    """All dtypes, 0 to 5 dimensions, no values, ragged, bytes, str: bit for bit, with every compression too."""
+def test_every_kind_of_field_is_read_back(kind: Format, tmp_path: Path) -> None:
+    """All dtypes, 0 to 5 dimensions, empty arrays, ragged arrays, bytes and str: bit for bit, with every
+    compression.
+    """
     content = block(EVERY_KIND, 37)
     for number, compression in enumerate(compressions(kind)):
         path = tmp_path / f"{number}{kind.suffix}"
@@ -74,7 +76,7 @@ def test_every_kind_of_field_comes_back(kind: Format, tmp_path: Path) -> None:
 
 
 def test_big_endian_and_strided_columns_are_stored_as_values(kind: Format, path: Path) -> None:
-    """A source's byte order and strides leave no trace."""
+    """The byte order and strides of a source leave no trace in the shard."""
     schema = Schema((Field("a", ">i4", (2,)), Field("b", ">f8"), Field("c", ">M8[s]", (None,))))
     a = np.arange(40, dtype=">i4").reshape(10, 4)[::2, 1:3]
     c = Ragged(np.arange(9).astype(">M8[s]"), np.array([2, 2, 3, 5, 8, 9]), np.array([[0], [1], [2], [3], [1]]))
@@ -90,8 +92,8 @@ def test_big_endian_and_strided_columns_are_stored_as_values(kind: Format, path:
     assert found.columns["a"].dtype == np.dtype("<i4")  # type: ignore[union-attr]
 
 
-def test_samples_in_any_order_with_repeats(kind: Format, tmp_path: Path) -> None:
-    """``take`` follows the indices, through the library and by extents."""
+def test_take_returns_samples_in_any_order_with_repeats(kind: Format, tmp_path: Path) -> None:
+    """Both through the library and through extents."""
     content = block(EVERY_KIND, 23, seed=1)
     indices = np.array([22, 0, 0, 7, 21, 7, 1], dtype=np.int64)
     for number, compression in enumerate(compressions(kind)):
@@ -107,8 +109,8 @@ def test_samples_in_any_order_with_repeats(kind: Format, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("largest", [5, 60])
-def test_extents_lead_to_the_same_bytes_as_the_library(kind: Format, path: Path, largest: int) -> None:
-    """Every sample, after the extents went through their file."""
+def test_extents_read_the_same_bytes_as_the_library(kind: Format, path: Path, largest: int) -> None:
+    """Every sample is compared after the extents were written to their file and read again."""
     content = block(EVERY_KIND, 120, seed=2, largest=largest)
     written = write(kind, path, content, cuts=(50,))
     assert written.extents is not None
@@ -123,8 +125,8 @@ def test_extents_lead_to_the_same_bytes_as_the_library(kind: Format, path: Path,
             check_values(reader.take(one), extents.checksums[:, one], name=str(path), indices=one)
 
 
-def test_fewer_samples_than_announced(kind: Format, tmp_path: Path) -> None:
-    """A shard may be cut short: what came is whole."""
+def test_a_shard_may_have_fewer_samples_than_announced(kind: Format, tmp_path: Path) -> None:
+    """A shard may be cut short; the samples that arrived are complete."""
     content = block(EVERY_KIND, 5)
     for number, compression in enumerate(compressions(kind)):
         path = tmp_path / f"{number}{kind.suffix}"
@@ -138,7 +140,7 @@ def test_fewer_samples_than_announced(kind: Format, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("announced", [0, 10])
-def test_no_samples(kind: Format, tmp_path: Path, announced: int) -> None:
+def test_a_shard_without_samples_is_valid(kind: Format, tmp_path: Path, announced: int) -> None:
     """An empty shard is a shard."""
     content = block(EVERY_KIND, 0)
     for number, compression in enumerate(compressions(kind)):
@@ -160,17 +162,17 @@ def test_no_samples(kind: Format, tmp_path: Path, announced: int) -> None:
         (SIMPLE, 3, 5),
         (SIMPLE, 700, 40),
         (Schema((Field("x", "u1"),)), 20_000, 0),
-        (Schema((Field("x", "<f4", (1024,)),)), 300, 0),  # two pages of LMDB each
+        (Schema((Field("x", "<f4", (1024,)),)), 300, 0),  # two pages of LMDB per sample
         (Schema((Field("x", "u1", (1000,)), Field("y", "<f8"))), 500, 0),
         (Schema((Field("x", "u1", (None,)),)), 400, 5000),
         (Schema((Field("x", "u1", (None,)), Field("y", "bytes"))), 300, 2600),
         (Schema((Field("t", "str"),)), 3000, 30),
     ],
 )
-def test_the_bound_holds_at_every_moment(
+def test_the_bound_is_never_exceeded_while_a_shard_is_written(
     kind: Format, tmp_path: Path, schema: Schema, count: int, largest: int
 ) -> None:
-    """Allocated and apparent size, from the first byte to the last, stay within the bound."""
+    """The allocated and the apparent size never exceed the bound, from the first byte to the last."""
     content = block(schema, count, largest=largest)
     for number, compression in enumerate(compressions(kind)):
         path = tmp_path / f"{number}{kind.suffix}"
@@ -183,11 +185,11 @@ def test_the_bound_holds_at_every_moment(
         writer.finish()
         sizes.append(on_disk(path))
         assert max(sizes) <= bound, (compression, sizes, bound)
-        assert sizes[-1] <= sizes[0] or compression or kind.name == "zarr"  # what was reserved too much is given back
+        assert sizes[-1] <= sizes[0] or compression or kind.name == "zarr"  # excess reservation is returned
 
 
-def test_more_than_announced_is_refused(kind: Format, path: Path) -> None:
-    """Samples and bytes: the reservation of the caller is never exceeded."""
+def test_more_samples_or_bytes_than_announced_are_refused(kind: Format, path: Path) -> None:
+    """Neither the samples nor the bytes that the caller reserved can be exceeded."""
     content = block(SIMPLE, 10)
     writer = kind.create(path, SIMPLE, samples=9, nbytes=content.nbytes)
     with pytest.raises(UsageError, match="10 samples"):
@@ -201,8 +203,8 @@ def test_more_than_announced_is_refused(kind: Format, path: Path) -> None:
     writer.abort()
 
 
-def test_the_path_must_not_exist(kind: Format, path: Path) -> None:
-    """Nothing is ever overwritten, be it a file, a folder or a dangling link."""
+def test_an_existing_path_is_never_overwritten(kind: Format, path: Path) -> None:
+    """The writer never overwrites a file, a folder or a dangling link."""
     content = block(SIMPLE, 2)
     write(kind, path, content)
     with pytest.raises(UsageError, match="exists"):
@@ -216,8 +218,8 @@ def test_the_path_must_not_exist(kind: Format, path: Path) -> None:
     assert not path.with_name("nowhere").exists()
 
 
-def test_a_block_that_is_not_of_the_schema_is_refused(kind: Format, path: Path) -> None:
-    """Another schema, object arrays, another dtype or shape under the right name."""
+def test_a_block_of_another_schema_is_refused(kind: Format, path: Path) -> None:
+    """Another schema, object arrays, and another dtype or shape under the right name."""
     writer = kind.create(path, SIMPLE, samples=10, nbytes=10_000)
     good = block(SIMPLE, 2)
     with pytest.raises(UsageError, match="another schema"):
@@ -236,14 +238,14 @@ def test_a_block_that_is_not_of_the_schema_is_refused(kind: Format, path: Path) 
 
 
 def test_unknown_compression_is_refused(kind: Format, path: Path) -> None:
-    """The message names the compression; nothing is created."""
+    """The message names the compression, and no file is created."""
     with pytest.raises(UsageError, match="'rot13'"):
         kind.create(path, SIMPLE, samples=1, nbytes=100, compression="rot13")
     assert not path.exists()
 
 
 def test_samples_outside_the_shard_are_refused(kind: Format, path: Path) -> None:
-    """Never a wrapped negative index, never a short answer."""
+    """A negative index never wraps around, and the answer is never short."""
     written = write(kind, path, block(SIMPLE, 4))
     assert written.extents is not None
     for reader in (kind.open(path, schema=SIMPLE), ExtentsReader(path.parent, written.extents, SIMPLE)):
@@ -256,8 +258,8 @@ def test_samples_outside_the_shard_are_refused(kind: Format, path: Path) -> None
                     reader.take(np.array([0, index], dtype=np.int64))
 
 
-def test_blocks_outlive_their_reader(kind: Format, path: Path) -> None:
-    """``close`` takes nothing back, may come twice, and ends reading."""
+def test_blocks_stay_valid_after_their_reader_is_closed(kind: Format, path: Path) -> None:
+    """``close`` does not invalidate blocks, may be called twice, and ends reading."""
     content = block(EVERY_KIND, 9)
     written = write(kind, path, content)
     assert written.extents is not None
@@ -268,8 +270,8 @@ def test_blocks_outlive_their_reader(kind: Format, path: Path) -> None:
         assert_same(found, content)
 
 
-def test_several_readers_of_one_shard(kind: Format, path: Path) -> None:
-    """In one process, side by side; closing one leaves the other."""
+def test_one_shard_has_several_readers_in_one_process(kind: Format, path: Path) -> None:
+    """Closing one reader does not close the other."""
     content = block(SIMPLE, 6)
     write(kind, path, content)
     with kind.open(path, schema=SIMPLE) as first:
@@ -278,8 +280,8 @@ def test_several_readers_of_one_shard(kind: Format, path: Path) -> None:
         assert_same(first.read(0, 6), content)
 
 
-def test_a_forked_child_reads_too(kind: Format, path: Path) -> None:
-    """What the parent had open does not keep a child from opening the same shard."""
+def test_a_forked_child_can_read(kind: Format, path: Path) -> None:
+    """The parent's open readers do not prevent the child from opening the same shard."""
     content = block(SIMPLE, 6)
     write(kind, path, content)
     with kind.open(path, schema=SIMPLE) as parent:
@@ -297,7 +299,7 @@ def test_a_forked_child_reads_too(kind: Format, path: Path) -> None:
 
 
 def test_a_file_of_a_read_only_folder_opens(kind: Format, path: Path) -> None:
-    """Reading leaves nothing behind: no lock file, no changed byte."""
+    """Reading leaves no lock file and changes no byte."""
     write(kind, path, block(SIMPLE, 6))
     before = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in path.parent.rglob("*"))
     with kind.open(path, schema=SIMPLE) as reader:
@@ -306,11 +308,11 @@ def test_a_file_of_a_read_only_folder_opens(kind: Format, path: Path) -> None:
 
 
 def is_corrupt(kind: Format, path: Path, schema: Schema, written: Written) -> bool:
-    """Whether reading everything, checked, finds something wrong; any error but CorruptError goes through."""
+    """Return True if reading and checking everything raises CorruptError. Other errors propagate."""
     try:
         with kind.open(path, schema=schema) as reader:
             if reader.samples != written.samples:
-                return True  # a TFRecord cut between two records: its count stands in shard.json
+                return True  # a TFRecord cut between two records: shard.json has the count
             everything = np.arange(written.samples)
             check_values(reader.take(everything), written.checksums, name=str(path), indices=everything)
     except CorruptError as error:
@@ -324,7 +326,9 @@ def files_of(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_truncated_file_is_corrupt_or_reads_right(kind: Format, path: Path, compressed: bool) -> None:
-    """Cut anywhere: an error that names the file, fewer samples, or the right values; never another error."""
+    """After a cut at any byte, reading raises an error that names the file, or returns fewer samples, or the right
+    values.
+    """
     if compressed and not kind.compressions:
         pytest.skip("this format has no compression")
     schema = Schema((Field("x", "<f4", (50,)), Field("n", "<i8"), Field("t", "str")))
@@ -343,8 +347,8 @@ def test_a_truncated_file_is_corrupt_or_reads_right(kind: Format, path: Path, co
         assert_same(reader.read(0, 60), content)
 
 
-def test_flipped_bits_neither_kill_nor_surprise(kind: Format, tmp_path: Path) -> None:
-    """Any single bit: an error naming the file, a checksum that tells, or nothing that matters; the process lives."""
+def test_a_flipped_bit_is_an_error_or_harmless_and_never_kills_the_process(kind: Format, tmp_path: Path) -> None:
+    """The error names the file, or the checksum differs, or the bit has no meaning. The process survives."""
     script = Path(__file__).parents[1] / "formats" / "scripts" / "flip_bits.py"
     done = subprocess.run(
         [sys.executable, str(script), kind.name, str(tmp_path), "200", "1"],
@@ -361,7 +365,7 @@ def test_flipped_bits_neither_kill_nor_surprise(kind: Format, tmp_path: Path) ->
 
 
 def test_extents_of_a_truncated_file_are_corrupt(kind: Format, path: Path) -> None:
-    """A memory map is never read past the end of its file."""
+    """A memory map is never read beyond the end of its file."""
     written = write(kind, path, block(SIMPLE, 40))
     assert written.extents is not None
     for file in files_of(path):
@@ -370,29 +374,31 @@ def test_extents_of_a_truncated_file_are_corrupt(kind: Format, path: Path) -> No
         reader.read(0, 40)
 
 
-def test_something_else_is_corrupt(kind: Format, path: Path) -> None:
-    """Random bytes under the right name."""
+def test_random_bytes_are_corrupt(kind: Format, path: Path) -> None:
+    """The file has the right name."""
     path.write_bytes(np.random.default_rng(0).bytes(20_000))
     with pytest.raises(CorruptError, match=path.name):
         kind.open(path, schema=SIMPLE).read(0, 1)
 
 
-def test_no_room_is_a_capacity_error(kind: Format, path: Path) -> None:
-    """A shard larger than any disk is refused before its first byte."""
+def test_too_little_disk_space_is_a_capacity_error(kind: Format, path: Path) -> None:
+    """A shard larger than any disk is refused before its first byte is written."""
     schema = Schema((Field("x", "u1", (2**20,)),))
-    with pytest.raises(CapacityError, match="no room"):
+    with pytest.raises(CapacityError, match="no space"):
         kind.create(path, schema, samples=2**30, nbytes=2**50)
 
 
-def test_found_by_suffix(kind: Format) -> None:
-    """``format_for`` knows the files that the format writes."""
+def test_a_format_is_found_by_its_suffix(kind: Format) -> None:
+    """``format_for`` recognises the files that the format writes."""
     assert format_for(Path("somewhere") / ("part-00000" + kind.suffix)) is kind
 
 
 @given(content=blocks(), data=st.data())
 @pytest.mark.parametrize("name", format_names())
-def test_random_schemas_and_values_come_back(name: str, content: Block, data: st.DataObject) -> None:
-    """Any schema, any bits, any cut into blocks, fewer than announced: library and extents give what was written."""
+def test_random_schemas_and_values_are_read_back(name: str, content: Block, data: st.DataObject) -> None:
+    """Any schema, bits and cut into blocks, with fewer samples than announced, are read equally by the library and by
+    extents.
+    """
     kind = get_format(name)
     count = content.samples
     cuts = data.draw(st.lists(st.integers(0, count), max_size=3))
@@ -414,6 +420,6 @@ def test_random_schemas_and_values_come_back(name: str, content: Block, data: st
                 assert_same(each.take(indices), content.take(indices))
 
 
-def test_every_dtype_is_tried() -> None:
-    """The list above is not missing a kind that a field may have."""
+def test_the_test_schema_has_every_dtype() -> None:
+    """The schema of these tests contains every kind of field."""
     assert {np.dtype(d).kind for d in DTYPES} == set("biufcmM")

@@ -1,6 +1,6 @@
-"""What every kind of file keeps: each test runs for all kinds that are installed, those of other packages too.
+"""The contract of every kind of file: each test runs for all installed kinds, including those of other packages.
 
-A package that adds a kind may be tested by its own file: ``write(path, rows)`` beside its ``KIND`` writes one.
+A package that adds a kind can provide a test file: a function ``write(path, rows)`` beside its ``KIND`` writes one.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def options(kind: Kind) -> dict[str, Any]:
-    """By which the samples are the rows of ``X``, called ``x``."""
+    """Return options with which the samples are the rows of ``X``, named ``x``."""
     return {"value_format": "raw:float32,6", "rename": {"value": "x"}} if kind.name == "lmdb" else {}
 
 
 @pytest.fixture
 def path(kind: Kind, tmp_path: Path) -> Path:
-    """A file of this kind, alone in its folder."""
+    """Write a file of this kind, alone in its folder."""
     place = tmp_path / "place" / f"x{kind.suffixes[0]}"
     place.parent.mkdir()
     if kind.name in WRITERS:
@@ -102,7 +102,7 @@ def server(path: Path) -> Iterator[Http]:
         yield found
 
 
-def test_a_file_is_known_by_its_name_and_by_its_first_bytes(kind: Kind, path: Path, tmp_path: Path) -> None:
+def test_a_file_is_recognised_by_its_name_and_by_its_first_bytes(kind: Kind, path: Path, tmp_path: Path) -> None:
     assert all(kind_of(f"a{suffix}") is kind and kind_of(f"A{suffix}".upper()) is kind for suffix in kind.suffixes)
     if path.is_file():
         assert locate(str(path)) == (str(path.parent), path.name, kind)
@@ -112,7 +112,7 @@ def test_a_file_is_known_by_its_name_and_by_its_first_bytes(kind: Kind, path: Pa
             assert locate(str(path.rename(tmp_path / "data"))) == (str(tmp_path), "data", kind)
 
 
-def test_all_samples_come_in_order_from_here_and_from_a_server(
+def test_all_samples_are_read_in_order_from_a_disk_and_from_a_server(
     path: Path, server: Http, options: dict[str, Any]
 ) -> None:
     for place in (path, f"{server.url}/{path.name}"):
@@ -124,7 +124,7 @@ def test_all_samples_come_in_order_from_here_and_from_a_server(
             )
 
 
-def test_any_run_of_samples_is_read_as_often_as_asked_for(path: Path, options: dict[str, Any]) -> None:
+def test_any_range_of_samples_can_be_read_repeatedly(path: Path, options: dict[str, Any]) -> None:
     with open_files(path, SourceOptions(**options)) as source:
         for start, stop in [(20, 50), (0, 3), (3, 21), (7, 7), (0, 50)]:
             np.testing.assert_array_equal(source.read(start, stop).columns["x"], X[start:stop])
@@ -132,7 +132,7 @@ def test_any_run_of_samples_is_read_as_often_as_asked_for(path: Path, options: d
         np.testing.assert_array_equal(source.read(49, 50).columns["x"], X[49:])
 
 
-def test_all_samples_are_drawn_at_random_and_each_once(
+def test_samples_are_drawn_in_random_order_and_each_once(
     path: Path, server: Http, options: dict[str, Any], tmp_path: Path
 ) -> None:
     given = SourceOptions(**options)
@@ -148,7 +148,7 @@ def test_all_samples_are_drawn_at_random_and_each_once(
     assert len(set(keys)) == len(X)
 
 
-def test_both_verbs_bring_the_same_samples(path: Path, options: dict[str, Any], tmp_path: Path) -> None:
+def test_pull_and_convert_bring_the_same_samples(path: Path, options: dict[str, Any], tmp_path: Path) -> None:
     made = cachetool.convert(path, to="lmdb", out=tmp_path / "out", key=False, workers=1, **options)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(path, all=True, order="sequential", key=False, workers=1, **options)
@@ -165,7 +165,7 @@ def test_fields_are_chosen_and_renamed(kind: Kind, path: Path) -> None:
         open_files(path, SourceOptions(fields=("nothing",)))
 
 
-def test_a_file_that_is_cut_is_an_error_that_names_it(kind: Kind, path: Path, options: dict[str, Any]) -> None:
+def test_a_truncated_file_is_an_error_that_names_it(kind: Kind, path: Path, options: dict[str, Any]) -> None:
     if path.is_dir():
         pytest.skip("a folder is not cut")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 + 3])

@@ -1,4 +1,4 @@
-"""What every source does: each test runs for a folder, an S3 bucket and a web server with the same samples in it."""
+"""The contract of every source: each test runs for a folder, an S3 bucket and a web server with the same samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def image(number: int) -> bytes:
 
 
 def samples() -> dict[str, bytes]:
-    """Keys and bodies of :data:`COUNT` samples, in two folders."""
+    """Return keys and bodies of :data:`COUNT` samples in two folders."""
     found = {}
     for number in range(COUNT):
         found[f"part{number % 2}/{number:03d}.image.npy"] = image(number)
@@ -47,7 +47,7 @@ def samples() -> dict[str, bytes]:
 
 @dataclass
 class Place:
-    """Where the samples are, and how to change them there."""
+    """A store with the samples, and functions that change them there."""
 
     url: str
     put: Callable[[str, bytes], None]
@@ -56,7 +56,7 @@ class Place:
 
 @pytest.fixture(params=["local", "s3", "http", "sftp", "hf"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Each kind of place in turn, with the samples in it."""
+    """Return each kind of store in turn, with the samples in it."""
     root = tmp_path / "place"
 
     def put(key: str, body: bytes) -> None:
@@ -93,7 +93,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def source(place: Place, tmp_path: Path) -> Iterator[Source]:
-    """The place, listed and opened."""
+    """Return a source of the listed and opened store."""
     list_source(place.url, tmp_path / "listing")
     with contextlib.closing(open_source(place.url, tmp_path / "listing")) as found:
         yield found
@@ -108,7 +108,7 @@ def whole(pieces: list[ReadResult]) -> Block:
 
 
 def check(block: Block) -> list[int]:
-    """The labels, after checking that every field of each sample belongs to it."""
+    """Return the labels. Check that every field of each sample belongs to its label."""
     found = []
     for at in range(len(block)):
         sample = block.sample(at)
@@ -119,7 +119,7 @@ def check(block: Block) -> list[int]:
     return found
 
 
-def test_units_and_samples_are_counted_and_the_url_is_clean(source: Source) -> None:
+def test_units_and_samples_are_counted_and_the_url_has_no_secrets(source: Source) -> None:
     assert (source.units, source.samples) == (COUNT, COUNT)
     assert "@" not in source.url
 
@@ -132,8 +132,8 @@ def test_the_probe_finds_the_schema_and_the_mean_size(source: Source) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 500, 8 * 2**20])
-def test_samples_come_whole_in_the_order_asked_for(source: Source, block_bytes: int) -> None:
-    """The units are numbered by key: part0 holds the even ones."""
+def test_samples_are_complete_and_in_the_requested_order(source: Source, block_bytes: int) -> None:
+    """The units are numbered by key: part0 holds the even numbers."""
     units = order()
 
     pieces = list(source.read(units, schema=SCHEMA, block_bytes=block_bytes))
@@ -146,14 +146,14 @@ def test_samples_come_whole_in_the_order_asked_for(source: Source, block_bytes: 
     assert all(piece.block.nbytes < block_bytes + 200 for piece in pieces)
 
 
-def test_a_unit_may_be_asked_for_twice_and_none_at_all(source: Source) -> None:
+def test_a_fetch_may_name_a_unit_twice_or_no_unit(source: Source) -> None:
     twice = list(source.read(np.array([3, 3]), schema=SCHEMA))
 
     assert check(whole(twice)) == [6, 6]
     assert list(source.read(np.array([], dtype=np.int64), schema=SCHEMA)) == []
 
 
-def test_another_process_listing_again_numbers_the_same(place: Place, source: Source, tmp_path: Path) -> None:
+def test_another_process_numbers_the_units_equally(place: Place, source: Source, tmp_path: Path) -> None:
     list_source(place.url, tmp_path / "again")
     with contextlib.closing(open_source(place.url, tmp_path / "again")) as other:
         assert other.identity == source.identity
@@ -184,7 +184,7 @@ def test_bad_missing_and_changed_units_are_skipped_and_named(place: Place, tmp_p
     assert sorted(check(whole(pieces))) == [n for n in range(COUNT) if n not in (4, 7, 10)]
     assert set(skipped) == {"part0/004", "part1/007", "part0/010"}
     assert "not a .npy file" in skipped["part0/004"][1]
-    assert "not there any more" in skipped["part1/007"][1]
+    assert "does not exist any more" in skipped["part1/007"][1]
     assert "changed since it was listed" in skipped["part0/010"][1]
     assert units[skipped["part0/004"][0]] == 2
     draws = [*np.concatenate([piece.draws for piece in pieces]), *(draw for draw, _ in skipped.values())]
@@ -222,7 +222,7 @@ def test_a_listing_of_another_grouping_is_refused(place: Place, source: Source, 
         open_source(place.url, tmp_path / "listing", SourceOptions(stem="last"))
 
 
-def test_closing_twice_is_fine(source: Source) -> None:
+def test_closing_twice_is_allowed(source: Source) -> None:
     source.probe(order(count=2))
     source.close()
     source.close()
@@ -235,12 +235,12 @@ SOME = pytest.mark.parametrize(
     ["local", "http", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "sftp", "hf"))],
     indirect=True,
 )
-"""What is behind all stores: by default in a folder and on a web server."""
+"""The tests of code behind all stores: by default only a folder and a web server."""
 
 
 @SOME
 def test_a_bomb_is_an_error_that_names_it_and_takes_no_memory(place: Place, tmp_path: Path) -> None:
-    """Limits are counted on what comes out, not on what was promised."""
+    """Limits count the decompressed bytes, not the declared ones."""
     for unit, (name, (body, _)) in enumerate(OBJECTS.items()):
         place.put(f"part0/{2 * unit:03d}.{name}", body)
     list_source(place.url, tmp_path / "l", options := SourceOptions(decode="image"))
@@ -254,7 +254,7 @@ def test_a_bomb_is_an_error_that_names_it_and_takes_no_memory(place: Place, tmp_
 
 
 MOST = 700 * 2**10
-"""KiB of a process that reads a bomb: what Python and the libraries take, and 256 MiB."""
+"""Limit in KiB for a process that reads a bomb: Python and the libraries, plus 256 MiB."""
 
 READ = """
 import contextlib, resource, sys

@@ -1,4 +1,6 @@
-"""What every store does: each test runs for a folder, an S3 bucket, web servers with three kinds of listing, fsspec."""
+"""The contract of every store: each test runs for a folder, an S3 bucket, web servers with three kinds of listing, and
+fsspec.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,22 @@ ODD_NAMES = [
 
 @dataclass
 class Place:
-    """A remote place and what the tests do to it behind the store's back."""
+    """A remote place, and the changes that tests make to it without the store."""
 
     url: str
     put: Callable[[str, bytes], None]
     delete: Callable[[str], None]
     missing_url: str
-    """A place beside it that is not there."""
+    """The URL of a neighbouring place that does not exist."""
     has_identity: bool = True
-    """Whether the listing tells when an object was replaced by one of the same size."""
+    """True if the listing reveals that an object was replaced by one of the same size."""
     env: dict[str, str] | None = None
 
     def open(self) -> Store:
         return open_store(self.url)
 
     def items(self) -> dict[str, Object]:
-        """Everything listed, by key."""
+        """Return the listing, by key."""
         with contextlib.closing(self.open()) as store:
             return {item.key: item for page in store.list() for item in page}
 
@@ -68,7 +70,7 @@ def _folder_place(root: Path, url: str, **more: object) -> Place:
         path = root / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
-        tick = next(ticks)  # a time of modification of its own, as a store that is slower than this test would give
+        tick = next(ticks)  # sets a distinct modification time, as on a store that is slower than this test
         os.utime(path, (tick, tick))
 
     return Place(url, put, lambda key: (root / key).unlink(), f"{url.rstrip('/')}-missing", **more)  # type: ignore[arg-type]
@@ -76,7 +78,7 @@ def _folder_place(root: Path, url: str, **more: object) -> Place:
 
 @pytest.fixture(params=["local", "s3", "http-json", "http-html", "manifest", "sftp", "hf", "fsspec"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Each kind of place in turn, empty."""
+    """Return each kind of place in turn, empty."""
     root = tmp_path / "place"
     match request.param:
         case "local":
@@ -96,7 +98,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             )
         case "http-json" | "http-html":
             with folder_server(tmp_path, index=request.param.removeprefix("http-")) as server:
-                # An HTML index says when a file was changed, but not in a way that its headers repeat.
+                # An HTML index shows the modification time of a file, but not in the form of the HTTP headers.
                 yield _folder_place(root, f"{server.url}/place/", has_identity=request.param == "http-json")
         case "manifest":
             with folder_server(tmp_path, index="none") as server:
@@ -132,7 +134,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _with_manifest(place: Place, root: Path) -> Place:
-    """The manifest follows what is put, as its maker would write it anew."""
+    """Update the manifest after each change, as its author would."""
     put_file = place.put
     (root / "list.jsonl").write_bytes(b"")
 
@@ -148,7 +150,7 @@ def _with_manifest(place: Place, root: Path) -> Place:
 
 @pytest.fixture
 def filled(place: Place) -> Place:
-    """The place with :data:`CONTENT` in it."""
+    """Return the place with :data:`CONTENT` in it."""
     for key, body in CONTENT.items():
         place.put(key, body)
     return place
@@ -161,7 +163,7 @@ def test_the_listing_names_every_object_once_with_its_size(filled: Place) -> Non
     assert sorted((item.key, item.size) for item in found) == sorted((k, len(v)) for k, v in CONTENT.items())
 
 
-def test_an_unchanged_place_is_listed_the_same_again(filled: Place) -> None:
+def test_an_unchanged_place_is_listed_equally_again(filled: Place) -> None:
     assert filled.items() == filled.items()
 
 
@@ -169,12 +171,12 @@ def test_an_empty_place_lists_nothing(place: Place) -> None:
     assert place.items() == {}
 
 
-def test_a_place_that_is_not_there_is_not_found(filled: Place) -> None:
+def test_a_missing_place_raises_not_found(filled: Place) -> None:
     with pytest.raises(NotFound), contextlib.closing(open_store(filled.missing_url)) as store:
         list(store.list())
 
 
-def test_get_brings_the_bytes_read_only(filled: Place) -> None:
+def test_get_returns_read_only_bytes(filled: Place) -> None:
     items = filled.items()
     with contextlib.closing(filled.open()) as store:
         bodies = {key: store.get(item) for key, item in items.items()}
@@ -184,7 +186,7 @@ def test_get_brings_the_bytes_read_only(filled: Place) -> None:
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 10), (100, 1000), (10239, 1), (0, 10240), (5, 0)])
-def test_get_range_brings_that_part(filled: Place, start: int, length: int) -> None:
+def test_get_range_returns_that_range(filled: Place, start: int, length: int) -> None:
     item = filled.items()["b/c.json"]
     with contextlib.closing(filled.open()) as store:
         assert bytes(store.get_range(item, start, length)) == CONTENT["b/c.json"][start : start + length]
@@ -198,7 +200,7 @@ def test_a_range_past_the_end_is_an_error_that_names_the_object(filled: Place, s
 
 
 @pytest.mark.parametrize("key", sorted(CONTENT))
-def test_an_object_is_found_by_its_key_and_is_the_one_that_get_brings(filled: Place, key: str) -> None:
+def test_find_returns_the_object_that_get_fetches(filled: Place, key: str) -> None:
     with contextlib.closing(filled.open()) as store:
         item = store.find(key)
         body = bytes(store.get(item))
@@ -207,7 +209,7 @@ def test_an_object_is_found_by_its_key_and_is_the_one_that_get_brings(filled: Pl
     assert item.etag is not None or not (filled.has_identity and item.size)
 
 
-def test_an_object_found_and_then_replaced_is_refused(filled: Place) -> None:
+def test_an_object_replaced_after_find_is_refused(filled: Place) -> None:
     with contextlib.closing(filled.open()) as store:
         item = store.find("a.npy")
         filled.put("a.npy", b"ALPHA")
@@ -217,12 +219,12 @@ def test_an_object_found_and_then_replaced_is_refused(filled: Place) -> None:
 
 
 @pytest.mark.parametrize("key", ["nothing.npy", "b", "b/nothing", "a.npy/x"])
-def test_a_key_that_is_not_there_is_not_found_by_name(filled: Place, key: str) -> None:
+def test_a_missing_key_raises_not_found_with_its_name(filled: Place, key: str) -> None:
     with contextlib.closing(filled.open()) as store, pytest.raises(NotFound, match=key):
         store.find(key)
 
 
-def test_an_object_deleted_since_is_not_found_by_name(filled: Place) -> None:
+def test_a_deleted_object_raises_not_found_with_its_name(filled: Place) -> None:
     items = filled.items()
     filled.delete("b/c.json")
     with contextlib.closing(filled.open()) as store:
@@ -247,7 +249,7 @@ def test_an_object_replaced_by_one_of_the_same_size_is_refused(filled: Place) ->
     item = filled.items()["a.npy"]
     filled.put("a.npy", b"ALPHA")
     with contextlib.closing(filled.open()) as store:
-        if not filled.has_identity:  # this kind of listing has nothing but sizes to go by
+        if not filled.has_identity:  # this kind of listing has only sizes
             assert bytes(store.get(item)) == b"ALPHA"
             return
         with pytest.raises(BadObject, match=r"'a\.npy' changed since it was listed"):
@@ -256,7 +258,7 @@ def test_an_object_replaced_by_one_of_the_same_size_is_refused(filled: Place) ->
             store.get_range(item, 1, 2)
 
 
-def test_odd_names_come_back_exactly_and_twins_stay_apart(place: Place) -> None:
+def test_odd_names_are_listed_exactly_and_similar_names_stay_distinct(place: Place) -> None:
     for number, name in enumerate(ODD_NAMES):
         place.put(name, str(number).encode())
 
@@ -289,7 +291,7 @@ def test_many_threads_may_use_one_store(filled: Place) -> None:
     assert wrong == []
 
 
-def test_closing_twice_is_fine(filled: Place) -> None:
+def test_closing_twice_is_allowed(filled: Place) -> None:
     store = filled.open()
     store.close()
     store.close()

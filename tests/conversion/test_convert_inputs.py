@@ -1,4 +1,4 @@
-"""Converting files: any kind in, any format out; what stops half-way goes on; the same files pulled."""
+"""Converting files: any kind to any format; an interrupted conversion continues; the same files pulled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KILLED = Path(__file__).parent / "scripts" / "killed_convert.py"
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """Twenty samples, as five kinds of file."""
+    """Create twenty samples as five kinds of file."""
     root = tmp_path / "foreign"
     (root / "objects").mkdir(parents=True)
     x = np.arange(20 * 6, dtype=">f4").reshape(20, 2, 3)
@@ -59,7 +59,7 @@ def foreign(tmp_path: Path) -> Path:
         pytest.param("objects", 2, marks=pytest.mark.soak),
     ],
 )
-def test_a_foreign_input_goes_into_files_and_is_pulled_into_a_cache(
+def test_a_foreign_input_is_converted_to_files_and_pulled_into_a_cache(
     foreign: Path, tmp_path: Path, name: str, workers: int
 ) -> None:
     arguments: dict[str, Any] = {"to": "hdf5", "shard_size": 120, "workers": workers}
@@ -78,7 +78,7 @@ def test_a_foreign_input_goes_into_files_and_is_pulled_into_a_cache(
         assert cache.pull(foreign / name, all=True, **arguments).samples == 0, "the same input adds nothing"
 
 
-def test_an_input_without_a_folder_is_refused_and_told_how_it_comes_into_a_cache(foreign: Path) -> None:
+def test_an_input_without_out_is_refused_with_the_pull_command(foreign: Path) -> None:
     with pytest.raises(UsageError, match=rf"--out DIR;\n.*cachetool pull {foreign}/x.npy --all$"):
         cachetool.convert(foreign / "x.npy", to="hdf5")
 
@@ -91,8 +91,8 @@ def test_an_input_without_a_folder_is_refused_and_told_how_it_comes_into_a_cache
         *[("ragged", "out", "hdf5"), ("ragged", "pull", "zarr")],
     ],
 )
-def test_a_true_of_any_byte_is_true_and_no_damage(tmp_path: Path, name: str, way: str, to: str) -> None:
-    """NumPy takes whatever is not 0 for true, and formats that keep a number or a bit give 1 for it."""
+def test_a_bool_stored_as_any_nonzero_byte_is_true_and_not_damage(tmp_path: Path, name: str, way: str, to: str) -> None:
+    """NumPy treats every nonzero byte as true. Formats that store a number or a bit return 1 for it."""
     odd = np.array([0, 1, 2, 255], "u1").view(bool)
     np.save(tmp_path / "odd.npy", odd)
     for folder in ("objects", "ragged"):
@@ -117,7 +117,7 @@ def test_a_true_of_any_byte_is_true_and_no_damage(tmp_path: Path, name: str, way
     assert sorted(values.view("u1").flat) == ([0, 0, 0, 1, 1, 1] if name == "ragged" else [0, 1, 1, 1])
 
 
-def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+def test_a_single_exported_file_is_recognised_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     content = block(EVERY_KIND, 60)
     for name, suffix in (("lmdb", ".lmdb"), ("hdf5", ".h5"), ("zarr", ".zarr")):
         made = make(tmp_path / f"made-{name}", name, content)
@@ -130,7 +130,7 @@ def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: 
     assert not (tmp_path / "x").exists()
 
 
-def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_continues_with_its_complete_parts(foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     killed = subprocess.run([sys.executable, KILLED, foreign / "x.npy", out, "120"], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -147,7 +147,7 @@ def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path
     assert np.asarray(whole(out).columns["x"]).tolist() == np.arange(120.0).reshape(20, 2, 3).tolist()
 
 
-def test_the_listing_that_a_killed_conversion_left_goes_with_the_next_one(
+def test_the_next_conversion_removes_the_listing_of_a_killed_one(
     tmp_path: Path,
 ) -> None:
     objects, place = tmp_path / "objects", tmp_path / "place"
@@ -167,7 +167,7 @@ def test_the_listing_that_a_killed_conversion_left_goes_with_the_next_one(
     assert list(place.glob("*")) == []
 
 
-def test_other_options_begin_anew(foreign: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_starts_again_with_other_options(foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     subprocess.run([sys.executable, KILLED, foreign / "x.npy", out, "120"], check=False)
     result = cachetool.convert(foreign / "x.npy", to="zarr", out=out, shard_size=120)
@@ -176,7 +176,7 @@ def test_other_options_begin_anew(foreign: Path, tmp_path: Path) -> None:
     assert not any(path.suffix == ".h5" for path in out.rglob("*"))
 
 
-def test_a_compressed_file_keeps_its_checksums_beside_it(foreign: Path, tmp_path: Path) -> None:
+def test_a_compressed_file_has_its_checksums_in_a_file_beside_it(foreign: Path, tmp_path: Path) -> None:
     cachetool.convert(foreign / "x.npy", to="hdf5", out=tmp_path / "out", compression="gzip", verify=True)
 
     side = side_folder(tmp_path / "out" / "part-00000.h5")
@@ -184,8 +184,8 @@ def test_a_compressed_file_keeps_its_checksums_beside_it(foreign: Path, tmp_path
     assert np.load(side / "checksums.npy").shape == (1, 20)
 
 
-def test_the_same_fields_in_another_order_are_said_to_be_that(tmp_path: Path) -> None:
-    """With what takes them in."""
+def test_the_error_says_if_only_the_order_of_the_fields_differs(tmp_path: Path) -> None:
+    """The message has the option that accepts them."""
     x, y = np.arange(4), np.ones((4, 2))
     np.savez(tmp_path / "a.npz", x=x, y=y)
     np.savez(tmp_path / "b.npz", y=y, x=x)
@@ -205,13 +205,13 @@ def test_the_same_fields_in_another_order_are_said_to_be_that(tmp_path: Path) ->
         assert cache.pull(tmp_path / "b", all=True, dataset="two", fields=["x", "y"]).samples == 4
     for name in "ab":
         cachetool.convert(tmp_path / f"{name}.npz", to="lmdb", out=tmp_path / f"out-{name}")
-    with pytest.raises(UsageError, match="hold the same fields in different orders: y, x and x, y; load them apart"):
+    with pytest.raises(UsageError, match="hold the same fields in different orders: y, x and x, y"):
         shards_at([tmp_path / "out-a", tmp_path / "out-b"])
 
 
 def test_an_input_of_another_schema_is_refused(foreign: Path, tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(foreign / "x.npy", all=True)
-        with pytest.raises(UsageError, match="name another --dataset"):
+        with pytest.raises(UsageError, match="another --dataset"):
             cache.pull(foreign / "both.npz", all=True)
         assert cache.pull(foreign / "both.npz", all=True, dataset="two").samples == 20

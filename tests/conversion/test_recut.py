@@ -1,4 +1,4 @@
-"""``convert --shard-size`` of a cache in place: shards are cut and merged, and nothing else changes."""
+"""``convert --shard-size`` of a cache in place: shards are split and merged, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ shards = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.booleans()
 
 
 @given(shards, st.integers(1, 9), st.integers(1, 400))
-def test_groups_are_neighbours_of_one_origin_and_stay_within_the_size(
+def test_groups_are_adjacent_shards_of_one_source_within_the_size(
     found: list[tuple[int, int, bool, bool]], size: int, most: int
 ) -> None:
     given = pieces(found, size)
@@ -62,7 +62,7 @@ def test_groups_are_neighbours_of_one_origin_and_stay_within_the_size(
 
 
 @given(shards, st.integers(1, 9), st.integers(1, 400))
-def test_what_was_planned_and_done_leaves_nothing_to_do(
+def test_a_second_plan_after_a_conversion_is_empty(
     found: list[tuple[int, int, bool, bool]], size: int, most: int
 ) -> None:
     most = max(1, most // size) * size
@@ -88,7 +88,7 @@ def test_what_was_planned_and_done_leaves_nothing_to_do(
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 120))
-def test_parts_are_as_large_as_they_may_be(sizes: list[int], most: int) -> None:
+def test_new_shards_are_as_large_as_allowed(sizes: list[int], most: int) -> None:
     upto = np.concatenate([[0], np.cumsum(sizes)])
     if upto[-1] == 0:
         return
@@ -100,8 +100,8 @@ def test_parts_are_as_large_as_they_may_be(sizes: list[int], most: int) -> None:
         assert upto[stop] - upto[start] <= most or stop - start == 1
 
 
-def test_draws_go_with_their_samples() -> None:
-    """Also where they are not in order, as two workers commit them."""
+def test_draws_follow_their_samples() -> None:
+    """The rule also holds for draws that are not in order, as after commits of two workers."""
     origins = {
         "a": Origin("s", "u", 2, ((10, 14),)),
         "b": Origin("s", "u", 2, ((14, 16), (0, 3))),
@@ -117,7 +117,7 @@ def test_draws_go_with_their_samples() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A cache of six shards of twelve samples, drawn from one source."""
+    """Create a cache of six shards of twelve samples, drawn from one source."""
     world.make(tmp_path / "cache", cap="40MB")
     world.pull(str(tmp_path / "cache"), shards=6, format="lmdb", ledger=str(tmp_path / "ledger"))
     return tmp_path / "cache"
@@ -150,7 +150,7 @@ def numbers(cache: CacheDir, shards: Any = None) -> list[int]:
 
 
 def facts(cache: CacheDir) -> tuple[Any, ...]:
-    """What must never change."""
+    """Return the facts about a cache that must never change."""
     source = cache.stats().sources[0]
     return numbers(cache), content_digest(cache.shards()), source["drawn"], source["coverage"], source["skipped"]
 
@@ -159,8 +159,8 @@ def average(cache: CacheDir) -> int:
     return sum(shard.payload for shard in cache.shards()) // 6
 
 
-def test_merging_and_cutting_keep_samples_order_digest_and_draws(root: Path, tmp_path: Path) -> None:
-    """The post-check of the fault tests compares every sample with the draw that its shard says it is."""
+def test_merging_and_splitting_keep_samples_order_digest_and_draws(root: Path, tmp_path: Path) -> None:
+    """The post-check of the fault tests compares every sample with the draw in its shard's record."""
     with open_cache(root) as cache:
         before, size = facts(cache), average(cache)
         counts = []
@@ -178,7 +178,7 @@ def test_merging_and_cutting_keep_samples_order_digest_and_draws(root: Path, tmp
     assert counts[2] < counts[1]
 
 
-def test_the_order_of_commits_survives_cuts_of_cuts(root: Path) -> None:
+def test_the_order_of_commits_survives_repeated_splits(root: Path) -> None:
     with open_cache(root) as cache:
         before = facts(cache)
         for _ in range(3):
@@ -205,7 +205,7 @@ def test_the_new_shard_has_the_fewest_epochs_and_the_latest_use_of_the_old_ones(
 
 
 @pytest.mark.parametrize("merging", [True, False])
-def test_every_snapshot_has_every_sample_once(root: Path, merging: bool) -> None:
+def test_every_snapshot_during_the_conversion_has_every_sample_once(root: Path, merging: bool) -> None:
     with open_cache(root) as cache:
         before = numbers(cache)
         with cache.snapshot() as old:
@@ -218,7 +218,7 @@ def test_every_snapshot_has_every_sample_once(root: Path, merging: bool) -> None
         assert {path.name for path in (root / "shards").iterdir()} == set(ids(cache))
 
 
-def test_a_group_that_does_not_fit_under_the_cap_is_refused_and_all_stays(tmp_path: Path) -> None:
+def test_a_group_that_does_not_fit_under_the_cap_is_refused_without_changes(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     world.make(root, cap=1_405_000)
     world.pull(str(root), shards=3, format="lmdb", ledger=None)
@@ -234,7 +234,7 @@ def test_a_group_that_does_not_fit_under_the_cap_is_refused_and_all_stays(tmp_pa
         cache.convert(to="zarr", shard_size="1GB", wait=0)
 
 
-def test_a_group_of_which_a_shard_was_evicted_meanwhile_is_left_alone(root: Path) -> None:
+def test_a_group_with_an_evicted_shard_is_not_converted(root: Path) -> None:
     with open_cache(root) as cache:
         before = ids(cache)
         cache.evict(cache.usage().total - 1)
@@ -247,7 +247,7 @@ def test_a_group_of_which_a_shard_was_evicted_meanwhile_is_left_alone(root: Path
 
 
 def lost(root: Path, copy: Path, *, without: Sequence[str] = ()) -> Cache:
-    """A copy of the cache as it lies there, without its catalog and some shards, after the repair."""
+    """Copy the cache, remove its catalog and some shards, and repair it."""
     shutil.copytree(root, copy, ignore=shutil.ignore_patterns("*.sqlite3*", "*.lock", *without))
     verify(copy, repair=True)
     return open_cache(copy)
@@ -255,10 +255,12 @@ def lost(root: Path, copy: Path, *, without: Sequence[str] = ()) -> Cache:
 
 @pytest.mark.parametrize("merging", [True, False])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_rebuild_beside_old_shards_that_somebody_still_reads_finds_no_sample_twice(
+def test_a_rebuild_beside_old_shards_still_in_use_counts_no_sample_twice(
     root: Path, tmp_path: Path, merging: bool, again: bool
 ) -> None:
-    """And draws nothing again: the new shards say what they replaced, also after they were replaced in their turn."""
+    """The records of new shards name the replaced shards, also after they were replaced themselves, so nothing is drawn
+    again.
+    """
     with open_cache(root) as cache:
         before = facts(cache)
         with cache.snapshot():
@@ -276,8 +278,8 @@ def test_a_rebuild_beside_old_shards_that_somebody_still_reads_finds_no_sample_t
 
 
 @pytest.mark.parametrize("merging", [True, False])
-def test_samples_without_a_source_are_not_found_twice_either(tmp_path: Path, merging: bool) -> None:
-    """No draws tell that an old shard and the new ones are the same; what the new ones say of their past does."""
+def test_a_rebuild_counts_no_sample_without_a_source_twice(tmp_path: Path, merging: bool) -> None:
+    """No draws show that an old shard and the new shards hold the same samples. The lineage in the new records does."""
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.declare("default", test_convert.SCHEMA)
         old = [test_convert.add(cache, test_convert.block(40, first), "lmdb") for first in (0, 40)]
@@ -290,10 +292,10 @@ def test_samples_without_a_source_are_not_found_twice_either(tmp_path: Path, mer
                 assert test_convert.samples(rebuilt) == before
 
 
-def test_parts_whose_commit_was_cut_off_give_way_to_the_shard_that_they_were_cut_from(
+def test_a_rebuild_drops_uncommitted_new_shards_and_keeps_the_shard_they_were_split_from(
     root: Path, tmp_path: Path
 ) -> None:
-    """Killed between the first ``shard.json`` and the commit, and the catalog lost as well."""
+    """The conversion was killed between the first ``shard.json`` and the commit, and then the catalog was lost."""
     with open_cache(root) as cache:
         before, old = facts(cache), ids(cache)
         with cache.snapshot():
@@ -307,7 +309,7 @@ def test_parts_whose_commit_was_cut_off_give_way_to_the_shard_that_they_were_cut
             assert parts[0] in ids(rebuilt), "one part was lost, and there is nothing to go back to"
 
 
-def test_ancestors_are_forgotten_with_their_files(root: Path) -> None:
+def test_the_record_forgets_replaced_shards_after_their_files_are_deleted(root: Path) -> None:
     with open_cache(root) as cache:
         for most in (10**6, 3_000, 10**6, 3_000):
             cache.convert(to="lmdb", shard_size=most, workers=1)
@@ -317,7 +319,7 @@ def test_ancestors_are_forgotten_with_their_files(root: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["_sizes", "commit_together"])
-def test_a_group_of_which_a_shard_is_evicted_meanwhile_is_left_out_and_the_next_goes_on(
+def test_a_group_whose_shard_is_evicted_meanwhile_is_skipped_and_the_next_is_converted(
     root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with open_cache(root) as cache:
@@ -330,7 +332,7 @@ def test_a_group_of_which_a_shard_is_evicted_meanwhile_is_left_out_and_the_next_
             if first in ids(cache):
                 with cache.catalog.write() as connection:
                     retire(connection, [first], reason="evict", policy="oldest")
-                if moment == "_sizes":  # nobody leases it yet
+                if moment == "_sizes":  # no process leases it yet
                     shutil.rmtree(cache.layout.shards / first)
             return goes_on(*args, **more)
 

@@ -1,4 +1,4 @@
-"""``convert URL``: whatever lies in a store is read as if it lay here, by ranges, and nothing of it stays behind."""
+"""``convert URL``: an input in a store is read by ranges like a local one, and leaves no local files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ X = np.arange(600, dtype=np.float32).reshape(100, 2, 3)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of input, each with the same 100 samples."""
+    """Create every kind of input, each with the same 100 samples."""
     root = tmp_path_factory.mktemp("place")
     np.save(root / "x.npy", X)
     np.savez(root / "both.npz", x=X, y=np.arange(100))
@@ -84,14 +84,14 @@ STORES = ("s3", "sftp", "hf")
     ("store", "kind"),
     [
         *(("http", kind) for kind in KINDS),
-        *(  # by default every kind in one store more, and all of them in the long runs
+        *(  # by default each kind in one further store, in the long runs in all stores
             pytest.param(store, kind, marks=[pytest.mark.soak] * (KINDS.index(kind) % 3 != STORES.index(store)))
             for store in STORES
             for kind in KINDS
         ),
     ],
 )
-def test_what_lies_in_a_store_is_read_as_if_it_lay_here(
+def test_an_input_in_a_store_is_read_like_a_local_one(
     place: Path, web: Http, moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, store: str
 ) -> None:
     if store == "s3":
@@ -122,7 +122,7 @@ def identity(url: str, **options: Any) -> str:
         return str(description["identity"])
 
 
-def test_the_same_url_gives_the_same_identity_until_something_changes(tmp_path: Path) -> None:
+def test_the_same_url_has_the_same_identity_until_an_object_changes(tmp_path: Path) -> None:
     (tmp_path / "srv" / "objects").mkdir(parents=True)
     for name in ("x.npy", "objects/a.x.npy", "objects/b.x.npy"):
         np.save(tmp_path / "srv" / name, X[:3])
@@ -141,7 +141,7 @@ def test_the_same_url_gives_the_same_identity_until_something_changes(tmp_path: 
 
 @pytest.mark.parametrize("name", ["x.npy", "a.h5", "a.tar", "objects/"])
 def test_an_object_that_changes_while_it_is_converted_is_refused(place: Path, tmp_path: Path, name: str) -> None:
-    """By its ETag: the size and the bytes that are read stay as they were."""
+    """The ETag reveals the change: the size and the bytes that are read stay the same."""
     srv = tmp_path / "srv"
     for path in [place / name] if (place / name).is_file() else (place / name).iterdir():
         there = srv / path.relative_to(place)
@@ -161,8 +161,8 @@ def test_an_object_that_changes_while_it_is_converted_is_refused(place: Path, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_little_more_is_fetched_of_a_large_file_than_its_bytes(tmp_path: Path) -> None:
-    """Once, by ranges, whatever its parts are."""
+def test_hardly_more_bytes_are_fetched_than_a_large_file_has(tmp_path: Path) -> None:
+    """Each byte is fetched once, by ranges, for any number of parts."""
     large = np.random.default_rng(0).integers(0, 255, (70, 300_001), dtype=np.uint8)
     (tmp_path / "srv").mkdir()
     np.save(tmp_path / "srv" / "large.npy", large)
@@ -176,12 +176,12 @@ def test_little_more_is_fetched_of_a_large_file_than_its_bytes(tmp_path: Path) -
             assert large.nbytes <= server.sent <= 1.2 * large.nbytes, name
 
 
-def test_a_folder_that_is_called_like_a_file_is_one(place: Path, web: Http) -> None:
+def test_a_folder_with_a_file_like_name_is_read_as_a_folder(place: Path, web: Http) -> None:
     assert len(everything(f"{web.url}/folder.lmdb", value_format="npy")) == 100
     assert len(everything(f"{web.url}/folder.lmdb/", value_format="npy")) == 100
 
 
-def test_a_file_without_a_telling_name_is_known_by_its_first_bytes(place: Path, tmp_path: Path) -> None:
+def test_a_file_without_an_extension_is_recognised_by_its_first_bytes(place: Path, tmp_path: Path) -> None:
     (tmp_path / "srv").mkdir()
     for name in ("x.npy", "a.h5", "a.tar", "lone.tfrecord"):
         (tmp_path / "srv" / name.partition(".")[2]).write_bytes((place / name).read_bytes())
@@ -194,7 +194,7 @@ def test_a_file_without_a_telling_name_is_known_by_its_first_bytes(place: Path, 
 # --- the whole command ----------------------------------------------------------------------------------------------
 
 
-def test_a_url_becomes_plain_files_and_leaves_nothing_else(place: Path, web: Http, tmp_path: Path) -> None:
+def test_a_url_is_converted_to_plain_files_and_leaves_no_other_files(place: Path, web: Http, tmp_path: Path) -> None:
     url = web.url.replace("http://", "http://user:CANARY@")
     expected = cachetool.convert(place / "x.npy", to="hdf5", out=tmp_path / "expected", workers=1)
     steps = []
@@ -207,7 +207,7 @@ def test_a_url_becomes_plain_files_and_leaves_nothing_else(place: Path, web: Htt
     assert {step.phase for step in steps} <= {"list", "convert"}
 
 
-def test_what_is_not_there_is_one_line_and_exit_code_3(web: Http, tmp_path: Path) -> None:
+def test_a_missing_url_is_one_line_and_exit_code_3(web: Http, tmp_path: Path) -> None:
     line = ["convert", f"{web.url}/nothing.zarr?sig=CANARY", "--to", "lmdb", "--out", tmp_path / "out"]
     ran = run_command(*line, folder=tmp_path)
 
@@ -238,10 +238,8 @@ def test_a_file_url_is_a_path(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.npy", "objects/"])
-def test_a_killed_conversion_of_a_url_goes_on_with_the_parts_that_are_whole(
-    web: Http, tmp_path: Path, name: str
-) -> None:
-    """And the listing of the killed one is swept."""
+def test_a_killed_conversion_of_a_url_continues_with_its_complete_parts(web: Http, tmp_path: Path, name: str) -> None:
+    """The listing of the killed conversion is removed."""
     out, url = tmp_path / "out", f"{web.url}/{name}"
     killed = subprocess.run([sys.executable, KILLED, url, out, "720"], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -259,13 +257,13 @@ def test_a_killed_conversion_of_a_url_goes_on_with_the_parts_that_are_whole(
 
 
 @pytest.mark.parametrize("name", ["nothing.h5", "nothing/", "nothing"])
-def test_missing_is_told_as_the_store_says_it(web: Http, tmp_path: Path, name: str) -> None:
+def test_a_missing_object_is_reported_in_the_terms_of_its_store(web: Http, tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFound, match=r"nothing.*not found"):
         everything(f"{web.url}/{name}")
 
 
-def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -> None:
-    """Of its own kind, and nothing of anybody else."""
+def test_temporary_files_of_a_killed_process_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    """Temporary files of other programs stay."""
     code = "import os, sys, pathlib, cachetool.proc.scratch as s; held = s.scratch(pathlib.Path(sys.argv[1]), 'a-');"
     subprocess.run([sys.executable, "-c", code + "held.__enter__(); os._exit(0)", tmp_path], check=True)
     (tmp_path / "b-1").mkdir()
@@ -277,13 +275,13 @@ def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("url", "meant"), [("file:/no/x", "file:///no/x"), ("s3:/b/x", "s3://b/x")])
-def test_a_url_with_a_slash_too_few_is_told_with_those_it_needs(url: str, meant: str) -> None:
+def test_a_url_with_a_missing_slash_is_refused_with_the_right_url(url: str, meant: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean {meant} "):
         check_place(url)
 
 
 @pytest.mark.parametrize("web", ["http", "HTTP", "sftp", "SFTP"])
-def test_a_name_with_an_escape_is_the_same_file_for_pull_and_convert(tmp_path: Path, web: str) -> None:
+def test_a_name_with_a_percent_escape_is_the_same_file_for_pull_and_convert(tmp_path: Path, web: str) -> None:
     folder, home = tmp_path / "srv" / "my d", tmp_path / "home"
     folder.mkdir(parents=True)
     home.mkdir()

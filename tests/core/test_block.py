@@ -1,4 +1,4 @@
-"""Columns of many samples: cutting, taking, joining, and what fits into them."""
+"""Columns of many samples: slicing, taking, joining, and checks of values."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def assert_same(expected: dict[str, Any], got: dict[str, Any]) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(samples(), max_size=6), st.data())
-def test_samples_come_back_from_columns_whole_sliced_taken_and_joined(
+def test_samples_are_the_same_in_whole_sliced_taken_and_joined_columns(
     given_: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     block = Block.from_samples(SCHEMA, given_)
@@ -73,7 +73,7 @@ def test_samples_come_back_from_columns_whole_sliced_taken_and_joined(
 
 @settings(max_examples=60)
 @given(st.lists(samples(), max_size=6))
-def test_bytes_are_those_of_the_values_in_the_block_as_in_each_sample(given_: list[dict[str, Any]]) -> None:
+def test_nbytes_of_a_block_is_the_sum_over_its_samples(given_: list[dict[str, Any]]) -> None:
     block = Block.from_samples(SCHEMA, given_)
     expected = [6 + 8 + s["wave"].nbytes + len(s["raw"]) + len(s["name"].encode()) for s in given_]
 
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_values_in_the_block_as_in_each_sample(given_: li
     assert sum(expected[1:]) == (block.slice(1, len(given_)).nbytes if given_ else 0)
 
 
-def test_slices_share_memory_and_taking_copies() -> None:
+def test_slices_share_memory_and_take_copies() -> None:
     block = Block(Schema((Field("x", "<f4", (4,)),)), {"x": np.zeros((10, 4), dtype=np.float32)})
 
     assert np.shares_memory(block.columns["x"], block.slice(2, 5).columns["x"])
@@ -98,7 +98,7 @@ def test_compact_offsets_begin_at_zero_with_no_spare_values() -> None:
     assert compact.compact() is compact
 
 
-def test_a_ragged_column_is_indexed_as_a_list_of_its_samples_is() -> None:
+def test_a_ragged_column_is_indexed_like_a_list() -> None:
     ragged = Ragged(np.arange(9), np.array([2, 4, 4, 9]))
     listed = [[2, 3], [], [4, 5, 6, 7, 8]]
 
@@ -108,7 +108,7 @@ def test_a_ragged_column_is_indexed_as_a_list_of_its_samples_is() -> None:
 
 
 @pytest.mark.parametrize("index", [-4, 3])
-def test_a_ragged_column_has_no_sample_outside(index: int) -> None:
+def test_an_index_outside_a_ragged_column_is_an_error(index: int) -> None:
     with pytest.raises(IndexError):
         Ragged(np.arange(4), np.array([0, 1, 2, 4]))[index]
 
@@ -164,12 +164,12 @@ def test_big_endian_values_are_stored_little_endian() -> None:
         (Field("x", "<f8"), False),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_its_field_named(field: Field, value: object) -> None:
+def test_a_value_that_does_not_fit_is_refused_with_its_field(field: Field, value: object) -> None:
     with pytest.raises(UsageError, match="'x'"):
         Block.from_samples(Schema((field,)), [{"x": value}])
 
 
-def test_a_missing_value_is_answered_with_the_fields_that_are_there() -> None:
+def test_the_error_about_a_missing_value_lists_the_existing_fields() -> None:
     with pytest.raises(UsageError, match="no field 'x'; it has y, z"):
         Block.from_samples(Schema((Field("x", "<f4"),)), [{"y": 1, "z": 2}])
 
@@ -188,19 +188,19 @@ def test_a_missing_value_is_answered_with_the_fields_that_are_there() -> None:
         ("<f8", 0.1, 0.1),
     ],
 )
-def test_a_python_number_fits_where_no_value_is_lost(dtype: str, value: Any, expected: Any) -> None:
+def test_a_python_number_fits_a_dtype_that_represents_it_exactly(dtype: str, value: Any, expected: Any) -> None:
     assert expected == Block.from_samples(Schema((Field("x", dtype),)), [{"x": value}]).sample(0)["x"]
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_python_float_that_a_narrower_field_has_is_kept(value: float, *, exact: bool) -> None:
+def test_a_python_float_that_a_narrower_dtype_represents_is_kept(value: float, *, exact: bool) -> None:
     column = Block.from_samples(Schema((Field("x", "<f4"),)), [{"x": value}], exact=exact).columns["x"]
 
     assert np.array_equal(column, [np.float32(value)], equal_nan=True)  # type: ignore[arg-type]
 
 
-def test_a_python_float_is_rounded_to_a_narrower_field_unless_that_is_not_wanted() -> None:
+def test_a_python_float_is_rounded_to_a_narrower_dtype_unless_rounding_is_off() -> None:
     schema = Schema((Field("x", "<f4"),))
 
     assert Block.from_samples(schema, [{"x": 0.1}]).sample(0)["x"] == np.float32(0.1)

@@ -1,4 +1,4 @@
-"""The error tree: what users catch, what the command line exits with, what crosses a process boundary."""
+"""The error tree: the classes that users catch, their exit codes, and their transfer between processes."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_an_error_keeps_its_class_and_message_as_json(kind: type[CacheToolError]
     assert str(again) == "what, which, next\nsecond line"
 
 
-def test_an_error_from_a_newer_version_still_arrives_with_its_message() -> None:
+def test_an_unknown_error_from_a_newer_version_keeps_its_message() -> None:
     again = from_json({"error": "NotKnownYet", "message": "hello"})
 
     assert CacheToolError is type(again)
@@ -51,7 +51,7 @@ def test_an_error_from_a_newer_version_still_arrives_with_its_message() -> None:
 
 
 @pytest.mark.parametrize("name", ["to_json", "Any", "__name__", "Exception"])
-def test_json_cannot_name_anything_but_an_error(name: str) -> None:
+def test_json_can_only_name_error_classes(name: str) -> None:
     assert CacheToolError is type(from_json({"error": name, "message": "x"}))
 
 

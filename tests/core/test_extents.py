@@ -1,4 +1,4 @@
-"""The file that says where each sample's field lies."""
+"""The file with the position of each sample's fields."""
 
 import mmap
 from pathlib import Path
@@ -53,7 +53,7 @@ def assert_equal(expected: Extents, got: Extents) -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 1, 5, 1000])
-def test_extents_come_back_from_their_bytes(samples: int) -> None:
+def test_extents_are_read_back_from_their_bytes(samples: int) -> None:
     assert_equal(make(samples), Extents.from_buffer(make(samples).to_bytes(), schema=SCHEMA))
 
 
@@ -77,7 +77,7 @@ def test_arrays_lie_at_multiples_of_64_bytes() -> None:
     assert len(raw) % 64 == 0
 
 
-def test_positions_of_a_constant_stride_and_of_a_table() -> None:
+def test_positions_come_from_a_constant_stride_or_from_a_table() -> None:
     extents = make()
     at = np.array([4, 0, 4])
 
@@ -94,9 +94,9 @@ def test_positions_of_a_constant_stride_and_of_a_table() -> None:
 
 @settings(max_examples=200)
 @given(st.integers(0, len(make().to_bytes()) - 1))
-def test_a_file_cut_short_anywhere_is_corrupt(length: int) -> None:
+def test_a_file_truncated_anywhere_is_corrupt(length: int) -> None:
     whole = make().to_bytes()
-    last = int(np.flatnonzero(np.frombuffer(whole, np.uint8))[-1]) + 1  # what follows is padding
+    last = int(np.flatnonzero(np.frombuffer(whole, np.uint8))[-1]) + 1  # only padding follows
     try:
         got = Extents.from_buffer(whole[:length], schema=SCHEMA)
     except CorruptError:
@@ -108,7 +108,7 @@ def test_a_file_cut_short_anywhere_is_corrupt(length: int) -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_flipped_byte_is_an_error_or_other_numbers_but_never_a_crash(data: st.DataObject) -> None:
-    """What the numbers are is guarded by the shard's file digest; here nothing but CorruptError may come out."""
+    """The shard's file digest protects the numbers. This parser may only raise CorruptError."""
     whole = bytearray(make().to_bytes())
     header = whole.index(b"\x00", 16) if b"\x00" in whole[16:] else len(whole)
     whole[data.draw(st.integers(0, header - 1))] ^= data.draw(st.integers(1, 255))
@@ -128,7 +128,7 @@ def test_a_flipped_byte_is_an_error_or_other_numbers_but_never_a_crash(data: st.
         Schema((*SCHEMA.fields, Field("more", "<f4"))),
     ],
 )
-def test_extents_of_another_schema_are_refused_with_their_file_named(other: Schema) -> None:
+def test_extents_of_another_schema_are_refused_with_their_file(other: Schema) -> None:
     with pytest.raises(CorruptError, match=r"^abc/extents\.bin is not a whole extents file"):
         Extents.from_buffer(make().to_bytes(), schema=other, name="abc/extents.bin")
 
@@ -136,7 +136,7 @@ def test_extents_of_another_schema_are_refused_with_their_file_named(other: Sche
 @pytest.mark.parametrize(
     "content", [b"", b"CTEXT001", b"CTEXT002" + make().to_bytes()[8:], b"\x00" * 100, b"CTEXT001" + b"\xff" * 40]
 )
-def test_a_file_that_is_something_else_is_corrupt(content: bytes) -> None:
+def test_another_file_is_corrupt(content: bytes) -> None:
     with pytest.raises(CorruptError):
         Extents.from_buffer(content, schema=SCHEMA)
 
@@ -154,8 +154,8 @@ def test_a_file_that_is_something_else_is_corrupt(content: bytes) -> None:
         ("name", FieldExtents(offsets=np.zeros(5, dtype="<f8"), nbytes=4)),
     ],
 )
-def test_extents_that_are_not_those_of_their_field_are_refused(name: str, wrong: FieldExtents) -> None:
-    """What would be read as if it were right: another size, dtype or file."""
+def test_extents_that_contradict_their_field_are_refused(name: str, wrong: FieldExtents) -> None:
+    """Another size, dtype or file would otherwise be read as if it were right."""
     extents = make()
     broken = Extents(extents.samples, extents.files, {**extents.fields, name: wrong}, extents.checksums)
 
@@ -168,12 +168,12 @@ def test_extents_that_are_not_those_of_their_field_are_refused(name: str, wrong:
     [
         {"start": -1},
         {"start": 2**63},
-        {"stride": 2**62},  # five samples of which wrap around to a position inside of the file
+        {"stride": 2**62},  # the product with five samples wraps around to a position inside the file
         {"stride": -(2**40)},
         {"stride": 2**70},
     ],
 )
-def test_numbers_that_lead_out_of_64_bits_or_before_the_file_are_refused(numbers: dict[str, int]) -> None:
+def test_positions_beyond_64_bits_or_before_the_file_are_refused(numbers: dict[str, int]) -> None:
     extents = make()
     for name, value in numbers.items():
         object.__setattr__(extents.fields["image"], name, value)
@@ -183,7 +183,7 @@ def test_numbers_that_lead_out_of_64_bits_or_before_the_file_are_refused(numbers
 
 
 @pytest.mark.parametrize("name", ["../data.lmdb", "/etc/passwd", "data.zarr/../../x", ""])
-def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
+def test_paths_outside_the_folder_are_refused(name: str) -> None:
     extents = make()
     object.__setattr__(extents, "files", (name, "data.zarr/wave/c/0"))
 
@@ -192,8 +192,8 @@ def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [b"=u8", b">u8", b"|O8", b"<,8", b"<U8", b"(u8", b'"u8'])
-def test_a_dtype_that_is_not_one_of_ours_is_refused(dtype: bytes) -> None:
-    """NumPy reads some names as Python, and some in another byte order than the values are in."""
+def test_a_dtype_that_cachetool_never_writes_is_refused(dtype: bytes) -> None:
+    """NumPy parses some names as Python code, and other names as another byte order."""
     raw = make().to_bytes()
     assert raw.count(b"<u8") == 1
     with pytest.raises(CorruptError, match="is not a whole extents file"):
@@ -207,7 +207,7 @@ def test_a_newer_version_is_refused_with_both_versions() -> None:
         Extents.from_buffer(raw, schema=SCHEMA)
 
 
-def test_a_header_that_nests_for_ever_is_refused() -> None:
+def test_a_deeply_nested_header_is_refused() -> None:
     text = b"[" * 100_000
 
     with pytest.raises(CorruptError, match="is not a whole extents file"):

@@ -1,4 +1,4 @@
-"""Fields and schemas: what a sample may be made of."""
+"""Fields and schemas: the possible contents of a sample."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_values_are_stored_little_endian(dtype: object, stored: str) -> None:
 @pytest.mark.parametrize(
     "dtype", ["O", "U5", "S3", "V8", "i4,f4", np.longdouble, np.clongdouble, "M8", "m8", "no such", "(2,)i4"]
 )
-def test_what_has_no_plain_bytes_is_refused(dtype: object) -> None:
+def test_dtypes_without_plain_bytes_are_refused(dtype: object) -> None:
     with pytest.raises(UsageError, match="dtype"):
         storage_dtype(dtype)
 
@@ -57,7 +57,7 @@ def test_objects_are_refused_because_they_would_be_pickled() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "image", "a/b/c", "x y", "x-1", "npy.gz", "__key__", "A+B", "0"])
-def test_names_that_can_be_a_dataset_in_every_format(name: str) -> None:
+def test_names_that_every_format_can_store_are_accepted(name: str) -> None:
     assert name == Field(name, "<f4").name
 
 
@@ -65,7 +65,7 @@ def test_names_that_can_be_a_dataset_in_every_format(name: str) -> None:
     "name",
     ["", ".", "..", "a/..", "../a", "/a", "a/", "a//b", " ", "a\x00", "a\n", "ä", "a\\b", "x" * 201, "a/ /b", "%2e%2e"],
 )
-def test_names_that_could_be_a_path_or_a_control_character_are_refused(name: str) -> None:
+def test_names_with_path_or_control_characters_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(name)) + ".* --rename"):
         Field(name, "<f4")
 
@@ -77,13 +77,13 @@ def test_names_that_could_be_a_path_or_a_control_character_are_refused(name: str
         *("zarr.json", "a/zarr.json", "zarr.json/a", "__len__", "__schema__"),
     ],
 )
-def test_names_that_formats_use_themselves_are_refused_with_a_way_out(name: str) -> None:
+def test_names_reserved_by_formats_are_refused_with_an_alternative(name: str) -> None:
     with pytest.raises(UsageError, match="--rename"):
         Field(name, "<f4")
 
 
 @pytest.mark.parametrize("shape", [(None, 3), (3, None), (-1,), (1,) * 33])
-def test_shapes_that_mean_nothing_are_refused(shape: tuple[int | None, ...]) -> None:
+def test_invalid_shapes_are_refused(shape: tuple[int | None, ...]) -> None:
     with pytest.raises(UsageError, match="'x'"):
         Field("x", "<f4", shape)
 
@@ -94,7 +94,7 @@ def test_text_and_bytes_have_no_shape(dtype: str) -> None:
         Field("x", dtype, (3,))
 
 
-def test_bytes_of_a_sample_count_the_fixed_fields() -> None:
+def test_nbytes_of_a_sample_counts_the_fixed_fields() -> None:
     schema = Schema((Field("a", "<f4", (3, 4)), Field("b", "<i8"), Field("c", "str"), Field("d", "<f8", (None,))))
 
     assert schema.fixed_nbytes == 48 + 8
@@ -104,12 +104,12 @@ def test_bytes_of_a_sample_count_the_fixed_fields() -> None:
     assert list(schema.select(["b", "a"]).names) == ["b", "a"]
 
 
-def test_the_sizes_of_a_ragged_field_are_not_one_answer() -> None:
+def test_a_ragged_field_has_no_fixed_size() -> None:
     with pytest.raises(UsageError, match="differs from sample to sample"):
         _ = Field("x", "<f4", (None,)).sizes
 
 
-def test_a_field_that_is_not_there_is_answered_with_those_that_are() -> None:
+def test_the_error_about_a_missing_field_lists_the_existing_ones() -> None:
     schema = Schema((Field("volume", "<f4", (2,)), Field("label", "<i8")))
 
     with pytest.raises(UsageError, match="'image'; this dataset has volume, label"):
@@ -137,7 +137,7 @@ SCHEMAS = st.lists(FIELDS, min_size=1, max_size=6, unique_by=lambda field: field
 
 
 @given(SCHEMAS)
-def test_a_schema_comes_back_from_json_equal_and_with_its_fingerprint(schema: Schema) -> None:
+def test_a_schema_is_read_back_from_json_with_its_fingerprint(schema: Schema) -> None:
     again = Schema.from_json(schema.to_json())
 
     assert schema == again
@@ -168,6 +168,6 @@ def test_the_fingerprint_is_the_same_in_every_release() -> None:
         [],
     ],
 )
-def test_json_that_is_no_schema_is_refused(value: object) -> None:
+def test_json_that_is_not_a_schema_is_refused(value: object) -> None:
     with pytest.raises(UsageError):
         Schema.from_json(value)

@@ -1,4 +1,4 @@
-"""Words for people."""
+"""Texts for users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cachetool.core.text import program
         ([], "python"),
     ],
 )
-def test_a_program_is_named_as_its_user_knows_it(argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_named_as_the_user_started_it(argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
 
     assert program() == name

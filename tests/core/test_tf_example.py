@@ -1,4 +1,4 @@
-"""The reader of ``tf.train.Example``: against a plain decoder of the wire format, and against noise."""
+"""The reader of ``tf.train.Example``, compared with a plain decoder of the wire format, and tried with noise."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ EXAMPLES = st.dictionaries(st.text(max_size=200), st.tuples(LISTS, st.booleans()
 
 
 @given(st.lists(EXAMPLES, min_size=1, max_size=4))
-def test_every_list_comes_back(examples: list[dict[str, tuple[tuple[int, list[object]], bool]]]) -> None:
-    """Packed or not, any name, any number, among unknown fields; columns of many records at once."""
+def test_every_list_is_read_back(examples: list[dict[str, tuple[tuple[int, list[object]], bool]]]) -> None:
+    """Packed or not, with any name and number, among unknown fields, for columns of many records."""
     unknown = varint(15 << 3) + varint(77) + varint(9 << 3 | 5) + b"abcd" + varint(8 << 3 | 1) + b"12345678"
     records = []
     for wanted in examples:
@@ -106,7 +106,7 @@ def test_a_changed_byte_raises_nothing_but_value_error(
     assert all(sum(map(len, each.parts)) <= len(record) for each in found.values())
 
 
-def test_only_what_is_wanted_is_looked_at() -> None:
+def test_only_requested_features_are_parsed() -> None:
     record = tagged(1, tagged(1, tagged(1, b"a") + tagged(2, b"\x0b")) + tagged(1, tagged(1, b"b") + tagged(2, b"")))
 
     assert parse_example(memoryview(record), {"b"}) == {"b": Feature(EMPTY, [])}
@@ -114,7 +114,7 @@ def test_only_what_is_wanted_is_looked_at() -> None:
         parse_example(memoryview(record))
 
 
-def test_lists_of_one_kind_are_joined_and_the_last_kind_counts() -> None:
+def test_repeated_lists_of_one_kind_are_joined_and_the_last_kind_wins() -> None:
     ints = [tagged(3, tagged(1, varint(n))) for n in (1, 2)]
     record = tagged(1, tagged(1, tagged(1, b"a") + tagged(2, tagged(2, b"") + ints[0] + ints[1])))
     gathered = Gathered(INT64)
@@ -123,7 +123,7 @@ def test_lists_of_one_kind_are_joined_and_the_last_kind_counts() -> None:
     assert gathered.values().tolist() == [1, 2]
 
 
-def test_no_records_are_no_values() -> None:
+def test_no_records_have_no_values() -> None:
     assert Gathered(INT64).values().tolist() == []
     assert Gathered(INT64).counts().tolist() == []
     assert Gathered(FLOAT).values().dtype == np.float32

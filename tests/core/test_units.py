@@ -38,33 +38,31 @@ from cachetool.core.units import (
         ("4096PiB", 2**62),
     ],
 )
-def test_a_size_with_a_decimal_unit_is_powers_of_ten_and_with_an_i_powers_of_two(
-    text: str | int, expected: int
-) -> None:
+def test_decimal_units_are_powers_of_ten_and_binary_units_powers_of_two(text: str | int, expected: int) -> None:
     assert expected == parse_size(text)
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "-1", -1, "1e9", "5 GB 3", "12XB", "1.GB", "0x10", "٣MB", "nan", "5GB/s", "4097PiB"]
 )
-def test_what_is_no_size_is_refused_with_the_text_quoted(text: str | int) -> None:
+def test_an_invalid_size_is_refused_with_the_text_quoted(text: str | int) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(str(text)))):
         parse_size(text, what="--max-size")
 
 
-def test_the_message_names_the_option() -> None:
+def test_the_error_names_the_option() -> None:
     with pytest.raises(UsageError, match=r"^--shard-size 'big' is not a size"):
         parse_size("big", what="--shard-size")
 
 
 @given(st.integers(0, 2**62))
-def test_a_plain_number_of_bytes_is_taken_exactly(value: int) -> None:
+def test_a_plain_number_of_bytes_is_exact(value: int) -> None:
     assert value == parse_size(value) == parse_size(str(value))
 
 
 @given(st.integers(0, 2**60))
-def test_a_printed_size_reads_back_within_its_one_decimal(value: int) -> None:
-    # One decimal of a number of at least 1.0 is off by at most 0.05 of it.
+def test_a_printed_size_is_parsed_back_within_its_precision(value: int) -> None:
+    # One decimal of a number of at least 1.0 has an error of at most 0.05.
     assert abs(parse_size(format_size(value).replace(" ", "")) - value) <= 0.05 * value + 1
 
 
@@ -89,16 +87,16 @@ def test_a_rate_is_a_size_with_or_without_per_second(text: str | int, expected: 
     assert expected == parse_rate(text)
 
 
-def test_a_rate_of_nothing_is_refused() -> None:
+def test_a_rate_of_zero_is_refused() -> None:
     with pytest.raises(UsageError, match="above 0"):
         parse_rate("0")
 
 
-def test_a_number_below_the_least_is_refused_with_that() -> None:
+def test_a_number_below_the_minimum_is_refused_with_the_minimum() -> None:
     assert parse_whole(1, what="steps=", least=1) == 1
-    with pytest.raises(UsageError, match=r"^steps=0 cannot be used: at least 1$"):
+    with pytest.raises(UsageError, match=r"^steps=0 cannot be used; it must be at least 1$"):
         parse_whole(0, what="steps=", least=1)
-    with pytest.raises(UsageError, match=r"^epoch=-1 cannot be used: 0 or more$"):
+    with pytest.raises(UsageError, match=r"^epoch=-1 cannot be used; it must be 0 or more$"):
         parse_whole(-1, what="epoch=", least=0)
 
 
@@ -106,12 +104,12 @@ def test_a_number_below_the_least_is_refused_with_that() -> None:
     ("text", "expected"),
     [("60s", 60.0), ("10min", 600.0), ("2h", 7200.0), ("500ms", 0.5), ("1.5", 1.5), (3, 3.0), ("1d", 86400.0)],
 )
-def test_durations_in_seconds(text: str | float, expected: float) -> None:
+def test_durations_are_parsed_to_seconds(text: str | float, expected: float) -> None:
     assert expected == pytest.approx(parse_duration(text))
 
 
 @pytest.mark.parametrize("text", ["soon", "-1s", "", "1 week", "inf", "nan"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(text))):
         parse_duration(text)
 
@@ -129,7 +127,7 @@ def test_shares_are_percent_or_a_number_up_to_one(text: str | float, expected: f
 
 
 @pytest.mark.parametrize("text", ["101%", "-1%", "2", "half", "", "nan", "nan%", "%"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_an_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(text))):
         parse_fraction(text)
 

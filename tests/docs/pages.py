@@ -47,8 +47,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HOST = "https://data.example.org"
 LANGUAGES = ("python", "pycon", "sh", "console", "text", "")
-_NOT_RUN = ("damaged-files.md", "decisions.md", "formats.md", "reliability.md", "scale.md")
-"""Pages without programs, or (``formats.md``) with programs that ``tests/interop`` runs one by one."""
+_NOT_RUN = ("api.md", "commands.md", "damaged-files.md", "decisions.md", "formats.md", "reliability.md", "scale.md")
+"""Pages without programs, the reference, whose examples ``test_reference.py`` runs, and (``formats.md``) one with
+programs that ``tests/interop`` runs one by one."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,23 @@ class Block:
 
     page: str
     line: int
-    """Of the page, where its text begins."""
+    """Line of the page at which the text begins."""
     language: str
     text: str
     said: str = ""
-    """What the comment in front of it says."""
+    """The comment before the block."""
     section: str = ""
     """The heading that it stands under."""
 
     @property
     def runs(self) -> bool:
-        """Whether it is run at all."""
+        """True if the tests run the block."""
         return self.language not in ("text", "") and not self.said.startswith(("not run: ", "lines of "))
 
 
 def pages() -> list[Path]:
     """README and the pages of ``docs/`` that have programs."""
-    return [ROOT / "README.md", *(path for path in sorted(DOCS.glob("*.md")) if path.name not in _NOT_RUN)]
+    return [ROOT / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if path.name not in _NOT_RUN)]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -106,7 +107,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def wrong_lines(block: Block) -> list[str]:
-    """Of a block that says ``lines of FILE``: those that are not in the file, behind the one before."""
+    """Return the lines of a ``lines of FILE`` block that do not stand in the file in this order."""
     there = [line.strip() for line in (ROOT / block.said.removeprefix("lines of ")).read_text().splitlines()]
     wrong = []
     for line in filter(None, map(str.strip, block.text.splitlines())):

@@ -1,5 +1,7 @@
-"""``docs/errors.md`` has every class of the tree. That its messages are those of a real run, and of that class, is held
-by ``test_pages.py``, which runs its commands."""
+"""The page ``docs/reference/errors.md`` has every class of the error tree.
+
+``test_pages.py`` runs its commands and compares their messages and classes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import re
 from cachetool.core import errors
 from tests.docs.pages import DOCS, blocks
 
-PAGE = DOCS / "errors.md"
+PAGE = DOCS / "reference" / "errors.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CLASSES = {name: getattr(errors, name) for name in errors.__all__ if name[0].isupper()}
 

@@ -1,4 +1,4 @@
-"""What the pages of the documentation find: a bucket, and folders of data as other tools leave them."""
+"""The data that the pages of the documentation use: a bucket, and folders as other tools leave them."""
 
 from __future__ import annotations
 

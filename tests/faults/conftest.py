@@ -1,4 +1,4 @@
-"""One process for all fault tests that starts their children, and a way to say how often a fault was tried."""
+"""One process that starts the children of all fault tests, and a way to record how often a fault was tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture
 def figures(record_property: Callable[[str, object], None]) -> Figures:
-    """``figures(kills=500)``: kept in the report, and shown in the table at the end of a soak."""
+    """Return a function: ``figures(kills=500)`` stores a count in the report, and in the table at the end of a soak."""
 
     def note(**counts: object) -> None:
         for name, count in counts.items():

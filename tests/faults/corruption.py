@@ -1,15 +1,15 @@
-"""Every kind of file that is read, damaged everywhere: what must then hold, and the program that looks.
+"""Damage everywhere in every kind of file that cachetool reads: the law, and the program that checks it.
 
 The law, for each of thousands of cases:
 
-- The process that asked lives, answers, and takes bounded memory; whatever it raises is an error of cachetool whose
-  message names the file and whose exit code is 2 (nothing in the file can be taken), 3 or 5.
-- Files of ours (a cache's shards, and what ``convert --out`` wrote): ``verify`` finds every damage and names shard and
-  file; whoever reads with checksums (``convert``, ``show``) gets the right samples or an error.
-- Files of others: where the format has a checksum, the right samples or an error. Where it has none, a changed byte of
-  a value changes the samples it belongs to and no other; a changed byte of a description that has no checksum may make
-  another, well-formed file. A file that is cut is an error, or all of it is there; of a TFRecord whole records may be
-  missing at its end, which the format cannot tell.
+- The calling process lives, answers, and takes bounded memory. It raises only errors of cachetool whose message names
+  the file and whose exit code is 2 (no sample of the file is usable), 3 or 5.
+- Files of ours (a cache's shards and exported folders): ``verify`` finds every damage and names shard and file. Every
+  reader with checksums (``convert``, ``show``) returns the right samples or an error.
+- Foreign files: if the format has a checksum, the right samples or an error. If it has none, a changed byte of a value
+  changes only the samples that it belongs to, and a changed byte of an unprotected description may form another valid
+  file. A truncated file is an error, or all its samples are read. In a truncated TFRecord, whole records may be missing
+  at the end, which the format cannot detect.
 
 Run as ``python -m tests.faults.corruption FOLDER CUTS FLIPS SEED NAME...``; prints one line of JSON for each name.
 """
@@ -72,18 +72,18 @@ WAYS = (
     *("tfrecord", "tfrecord-gzip"),
 )
 CACHED = tuple(f"cache:{way}" for way in WAYS)
-"""Shards of a cache, in every format and compression."""
+"""The shards of a cache, in every format and compression."""
 PLAIN = tuple(f"out:{way}" for way in WAYS)
-"""Folders that ``convert --out`` wrote."""
+"""The folders that ``convert --out`` wrote."""
 COUNT = 40
 CONVERTED = 5
-"""One damaged shard of so many is converted too, which takes longer than all the rest."""
+"""One of this many damaged shards is also converted, because a conversion takes longer than all other checks."""
 Sums = npt.NDArray[np.uint64]
 T = TypeVar("T")
 
 
 def polite(error: CacheToolError, name: str) -> None:
-    """An error that a user can do something with."""
+    """Assert that a user can act on the error."""
     text = str(error)
     assert error.exit_code in (2, 3, 5), f"exit code {error.exit_code}: {text}"
     assert name in text, f"the message does not name {name}: {text}"
@@ -94,7 +94,7 @@ def polite(error: CacheToolError, name: str) -> None:
 
 
 def commit(root: Path, way: str) -> None:
-    """One shard of ``COUNT`` samples into a new cache."""
+    """Commit one shard of ``COUNT`` samples to a new cache."""
     name, _, compression = way.partition("-")
     kind, content = get_format(name), block(list(range(COUNT)))
     with open_cache(root, max_size="20MB") as cache:
@@ -111,22 +111,22 @@ def commit(root: Path, way: str) -> None:
 
 
 class Deaf:
-    """A channel that nobody listens to."""
+    """A channel without a listener."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Nothing."""
+        """Drop the message."""
 
 
 class Here:
-    """Runs tasks in this process: no time for thousands of others."""
+    """An engine that runs tasks in this process: starting thousands of processes would take too long."""
 
     def run(self, tasks: Sequence[Task], on_message: Any = None) -> list[dict[str, Any]]:
-        """One after another."""
+        """Run the tasks one after another."""
         return [write_parts(Deaf(), **dict(task.arguments)) for task in tasks]
 
 
 def refuses(door: Callable[[], None], name: str) -> bool:
-    """Whether a door gives a polite error. It raises AssertionError itself when it gives a wrong sample."""
+    """Return True if a door raises a polite error. The door itself raises AssertionError for a wrong sample."""
     try:
         door()
     except CacheToolError as error:
@@ -136,7 +136,7 @@ def refuses(door: Callable[[], None], name: str) -> bool:
 
 
 def look_at_caches(folder: Path, way: str, *, cuts: int, flips: int, seed: int) -> Report:
-    """Damage every file of a committed shard, and look through every door."""
+    """Damage every file of a committed shard, and read it through every door."""
     root, chance = folder / "cache", random.Random(seed)
     apart(lambda: commit(root, way))
     expected = checksums(block(list(range(COUNT))))
@@ -189,12 +189,12 @@ def look_at_caches(folder: Path, way: str, *, cuts: int, flips: int, seed: int) 
 
 
 def gather_unchecked(row: Shard) -> None:
-    """The fast path, without checksums: any value or a polite error, and this process goes on."""
+    """Read by extents without checksums: any value or a polite error is allowed, and this process survives."""
     view, everything = View.of_shards(1, "default", SCHEMA, [row]), np.arange(COUNT)
     library = [Parts(open_by_library)] if row.format == "lmdb" else []
     for parts in (*library, MappedParts(), MappedParts(maps=False)):
         try:
-            refuses(lambda: check(gather(view, everything, parts, SCHEMA)), row.id)  # noqa: B023 - used at once
+            refuses(lambda: check(gather(view, everything, parts, SCHEMA)), row.id)  # noqa: B023 - called at once
         finally:
             parts.close()
 
@@ -205,7 +205,7 @@ def check(columns: Any) -> None:
 
 
 def look_at_folders(folder: Path, way: str, *, cuts: int, flips: int, seed: int) -> Report:
-    """Damage every file of a folder that ``convert --out`` wrote."""
+    """Damage every file of an exported folder, and read it through every door."""
     root, out = folder / "cache", folder / "plain"
     name, _, compression = way.partition("-")
 
@@ -243,20 +243,22 @@ def look_at_folders(folder: Path, way: str, *, cuts: int, flips: int, seed: int)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A file, and what each of its bytes can do."""
+    """A file, and the effect that each of its bytes can have."""
 
     path: Path
     values: dict[Path, list[tuple[int, int, frozenset[int]]]] = field(default_factory=dict)
-    """From which byte to which the values of which samples lie, without a checksum over them."""
+    """The byte ranges of values without a checksum, and their samples."""
     sealed: frozenset[Path] | None = None
-    """Files of which every other byte is under a checksum; None: all."""
+    """The files in which a checksum protects all other bytes; None: all files."""
     by_name: bool = False
-    """Whether the names of fields alone are under none."""
+    """True if only the names of fields have no checksum."""
     records: bool = False
-    """Whether the format cannot tell that whole records are missing at the end."""
+    """True if the format cannot detect missing records at the end."""
 
     def can_change(self, case: Case) -> frozenset[int] | None:
-        """The samples that this damage may change; None: any, as it is in the description."""
+        """Return the samples that this damage may change. None: any sample, because the damage is in the
+        description.
+        """
         for start, stop, samples in self.values.get(case.file, ()):
             if start <= case.at < stop:
                 return samples
@@ -265,16 +267,16 @@ class Made:
 
 NOTHING = frozenset[int]()
 ROWS = 8
-"""In a chunk."""
+"""Rows of a chunk."""
 
 
 def array() -> npt.NDArray[Any]:
-    """40 samples of 50 numbers."""
+    """Return 40 samples of 50 numbers."""
     return np.random.default_rng(57).standard_normal((COUNT, 50)).astype("<f4")
 
 
 def rows_of(start: int, nbytes: int) -> list[tuple[int, int, frozenset[int]]]:
-    """Where rows of ``nbytes`` lie, one after another."""
+    """Return the ranges of consecutive rows of ``nbytes`` bytes."""
     return [(start + i * nbytes, start + (i + 1) * nbytes, frozenset({i})) for i in range(COUNT)]
 
 
@@ -303,7 +305,7 @@ def make_hdf5(folder: Path, **how: Any) -> Made:
             if not how:
                 values += rows_of(made.id.get_offset(), data.nbytes // COUNT)
                 continue
-            for number in range(made.id.get_num_chunks()):  # deflate and fletcher32 have a checksum of their own
+            for number in range(made.id.get_num_chunks()):  # deflate and fletcher32 have their own checksum
                 chunk = made.id.get_chunk_info(number)
                 values.append((chunk.byte_offset, chunk.byte_offset + chunk.size, NOTHING))
     return Made(path, {path: values}, frozenset())
@@ -327,7 +329,7 @@ def make_hdf5_texts(folder: Path) -> Made:
 
 
 def found(raw: bytes, data: bytes, sample: int) -> tuple[int, int, frozenset[int]]:
-    """Where ``data``, which is a sample's, lies."""
+    """Return the range of ``data``, the bytes of a sample."""
     at = raw.index(data)
     return at, at + len(data), frozenset({sample})
 
@@ -356,7 +358,7 @@ def make_zarr(folder: Path, version: int, *, checked: bool = False, **how: Any) 
 
 
 def zarr_codec(name: str) -> dict[str, Any]:
-    """Compressors of version 3."""
+    """Return the compressors of version 3."""
     from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
     made: Any = {
@@ -419,7 +421,7 @@ def make_lmdb(folder: Path, engine: int) -> Made:
 
 
 def make_alone(folder: Path, way: str) -> Made:
-    """One file of ours, far from the folder that says what is in it."""
+    """Create one file of ours without the folder that describes it."""
     kind, content = get_format(way.partition("-")[0]), block(list(range(COUNT)))
     path = folder / f"x{kind.suffix}"
 
@@ -463,19 +465,19 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
     "our-zarr-zstd": lambda folder: make_alone(folder, "zarr-zstd"),
 }
 FOREIGN = tuple(MAKERS)
-"""Files of others, and single files of ours far from their folder."""
+"""The foreign files, and single files of ours without their folder."""
 NAMES = (*CACHED, *PLAIN, *FOREIGN)
 
 
 def numcodecs_blosc() -> Any:
-    """The default compressor of version 2."""
+    """Return the default compressor of version 2."""
     import numcodecs
 
     return numcodecs.Blosc()
 
 
 def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Report:
-    """Damage a file of others, and convert it."""
+    """Damage a foreign file, and convert it."""
     made = apart(lambda: MAKERS[name](folder))
 
     def read() -> tuple[Schema, Sums]:
@@ -526,7 +528,9 @@ def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) 
 
 
 def apart(work: Callable[[], T]) -> T:
-    """What it gives, done in a process of its own: what forks later has no threads and no sockets of a library."""
+    """Return the result of ``work`` from a separate process, so that later forks inherit no threads or sockets of a
+    library.
+    """
     reader, writer = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
@@ -534,7 +538,7 @@ def apart(work: Callable[[], T]) -> T:
         try:
             writer.send(work())
             code = 0
-        except BaseException:  # noqa: BLE001 - told by the exit code
+        except BaseException:  # noqa: BLE001 - reported by the exit code
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -547,7 +551,7 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def look_at(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Report:
-    """All cases of one kind of file."""
+    """Check all cases of one kind of file."""
     folder.mkdir(parents=True)
     kind, _, way = name.partition(":")
     numbers = {"cuts": cuts, "flips": flips, "seed": seed}
@@ -562,7 +566,7 @@ def look_at(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Rep
 
 
 def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -> None:
-    """Look at files of these kinds, one kind after another."""
+    """Check these kinds of files, one after another."""
     warnings.simplefilter("ignore")
     for module in ("h5py", "lmdb", "zarr", "zarr.codecs", "numcodecs", "cachetool.sources.guarded"):
         __import__(module)

@@ -1,8 +1,8 @@
-"""Damaging a file at one place after another, and looking from a process that may die of it.
+"""Damages a file at one place after another, and reads it in a process that may die of it.
 
-Each case is looked at in a process that was forked from one with every library imported, so that thousands of cases
-cost no thousand imports; a case that kills its process, or never ends, is counted and the next process goes on behind
-it. Processes that the product starts for foreign files are forked likewise (:mod:`tests.zygote`).
+Each case runs in a fork of a process that has imported every library, so thousands of cases need no thousand imports. A
+case that kills its process or never ends is counted, and the next process continues after it. Processes that cachetool
+starts for foreign files are forked likewise (:mod:`tests.zygote`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from tests.zygote import fork_zygote
 __all__ = ["Case", "Report", "applied", "cases", "look_at_all"]
 
 SILENCE = 60.0
-"""Seconds for one case, after which it is taken to hang; a reader of a foreign file is given up long before."""
+"""Seconds until a case counts as hung. A reader of a foreign file is stopped long before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way in which one file is damaged."""
+    """One damage of one file."""
 
     file: Path
     at: int
     bit: int | None
-    """None: the file is cut at ``at``."""
+    """The bit that is flipped. None: the file is truncated at ``at``."""
 
     def __str__(self) -> str:
         return f"{self.file.name} cut at {self.at}" if self.bit is None else f"{self.file.name} {self.at}:{self.bit}"
 
 
 def cases(files: Sequence[Path], *, cuts: int, flips: int, seed: int) -> list[Case]:
-    """``cuts`` and ``flips`` over these files: one half evenly over all bytes, the other evenly over the files, so that
-    small ones, which describe the others, are not spared."""
+    """Return ``cuts`` and ``flips`` over these files: one half spread evenly over all bytes, the other half evenly over
+    the files. Small files, which describe the others, then get their share.
+    """
     chance = random.Random(seed)
     sizes = [path.stat().st_size for path in files]
     known = [path for path, size in zip(files, sizes, strict=True) if size]
@@ -60,7 +61,7 @@ def cases(files: Sequence[Path], *, cuts: int, flips: int, seed: int) -> list[Ca
 
 @contextmanager
 def applied(case: Case) -> Iterator[None]:
-    """The file is damaged inside of the ``with`` block. It stays the same file, for catalogs that know its size."""
+    """Damage the file inside the ``with`` block. It keeps its inode and size, for catalogs that know its size."""
     whole = case.file.read_bytes()
     try:
         if case.bit is None:
@@ -86,19 +87,19 @@ def _write(path: Path, at: int, data: bytes) -> None:
 
 @dataclass(slots=True)
 class Report:
-    """What came of all cases."""
+    """The outcome of all cases."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
-    """Cases that broke a promise, and how."""
+    """The cases that broke a promise, and how."""
     main_mib: int = 0
-    """Most memory that looking took beyond what the process began with."""
+    """Peak memory of the reading process above its start, in MiB."""
     guard_mib: int = 0
-    """The same of the processes that read foreign files."""
+    """Peak memory of the processes that read foreign files above their start, in MiB."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "cases": sum(self.outcomes.values()),
             **dict(sorted(self.outcomes.items())),
@@ -110,8 +111,9 @@ class Report:
 
 
 def look_at_all(every: Sequence[Case], look: Callable[[Case], str], *, spare: Path) -> Report:
-    """``look`` at each case, damaged, in a process of its own. It gives the outcome in a word, and raises
-    AssertionError for a broken promise. ``spare`` is where the whole file is kept meanwhile."""
+    """Call ``look`` for each damaged file in a separate process. ``look`` returns the outcome as a word and raises
+    AssertionError for a broken promise. ``spare`` keeps the sound file meanwhile.
+    """
     began, report, at = time.monotonic(), Report(), 0
     while at < len(every):
         at = _look_from(every, at, look, report, spare)
@@ -120,7 +122,7 @@ def look_at_all(every: Sequence[Case], look: Callable[[Case], str], *, spare: Pa
 
 
 def _look_from(every: Sequence[Case], first: int, look: Callable[[Case], str], report: Report, spare: Path) -> int:
-    """Look at the cases from ``first`` on until one kills the process; gives the number of the next one."""
+    """Run the cases from ``first`` until one kills the process. Return the number of the next case."""
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -171,7 +173,7 @@ def _child(every: Sequence[Case], first: int, look: Callable[[Case], str], tell:
                     outcome = look(case)
             except AssertionError as error:
                 outcome, bad = "broken", " ".join(str(error).split())[:300] or "an assertion"
-            except Exception as error:  # noqa: BLE001 - whatever is raised here, a user would see as a traceback
+            except Exception as error:  # noqa: BLE001 - a user would see any exception raised here as a traceback
                 outcome, bad = "traceback", f"{type(error).__name__}: {error}"[:300]
             value = {"number": number, "outcome": outcome, "bad": bad, "main": _high_water() - begun}
             most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
@@ -182,7 +184,7 @@ def _child(every: Sequence[Case], first: int, look: Callable[[Case], str], tell:
 
 
 def _high_water() -> int:
-    """MiB of memory that this process ever had at once."""
+    """Return the peak memory of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) >> 10

@@ -1,7 +1,7 @@
-"""How many bytes a folder held after each system call of a traced run: the cap, checked at every instant.
+"""The bytes of a folder after each system call of a traced run, to check the cap at every instant.
 
-Sizes grow where a call writes, allocates or makes something, and shrink where it cuts or deletes. What is allocated and
-what is apparent are kept apart, as the cap counts whichever is more.
+Sizes grow when a call writes, allocates or creates, and shrink when it truncates or deletes. Allocated and apparent
+bytes are counted separately, because the cap counts the larger of them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class _File:
 
 
 class Replay:
-    """Begins with a folder as it is, and follows a log of ``strace -y`` line by line. One process, one thread."""
+    """A replay that starts with a folder's current state and follows a log of ``strace -y``, of one process with one
+    thread.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
-        self._folder = os.lstat(root / "shards").st_blocks * 512  # a block, or on tmpfs nothing
+        self._folder = os.lstat(root / "shards").st_blocks * 512  # a block, or 0 on tmpfs
         self.files: dict[str, _File] = {}
         self.folders: set[str] = set()
         self._at: dict[int, int] = {}
@@ -60,16 +62,16 @@ class Replay:
 
     @property
     def catalog(self) -> int:
-        """Bytes of the catalog and its journal now."""
+        """Return the current bytes of the catalog and its journal."""
         return sum(file.bytes for path, file in self.files.items() if "/catalog.sqlite3" in path)
 
     @property
     def rest(self) -> int:
-        """Bytes of everything else now."""
+        """Return the current bytes of everything else."""
         return sum(file.bytes for file in self.files.values()) - self.catalog + self._folder * len(self.folders)
 
     def follow(self, log: Path) -> None:
-        """Go through the log; the peaks are the most that was ever there after one of its calls."""
+        """Replay the log. The peaks are the largest sizes after any of its calls."""
         for line in log.read_text(errors="replace").splitlines():
             match = _CALL.match(line)
             if match is not None and int(match[3]) >= 0:
@@ -81,7 +83,7 @@ class Replay:
         fd = _FD.match(text)
         paths = [path for path in _PATH.findall(text) if path.startswith(self.root)]
         if call == "openat" and paths:
-            # The descriptor's own path follows the result, which the pattern leaves out: names here are absolute.
+            # The path of the returned descriptor follows the result, and the pattern drops it: names here are absolute.
             self._at[result] = 0
             if "O_CREAT" in text:
                 self.files.setdefault(paths[0], _File())
@@ -101,7 +103,7 @@ class Replay:
 
     @staticmethod
     def _beside(text: str) -> str:
-        """The path that a call names relative to a folder's descriptor."""
+        """Return the path that a call names relative to a folder's descriptor."""
         fd, name = _FD.match(text), _PATH.search(text)
         return os.path.join(fd[2], name[1]) if fd and name else ""
 

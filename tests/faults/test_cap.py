@@ -28,7 +28,7 @@ FIVE = (OWN + 5 * LARGE_BYTES) // 4096 * 4096
 """A cap of five large shards."""
 CAP = 2_000_000 // 4096 * 4096
 CATALOG = 400 * 1024
-"""More than the catalog and its journal take here."""
+"""More bytes than the catalog and its journal take in these tests."""
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def du(root: Path) -> int:
-    """The larger of both ways to count."""
+    """Return the bytes that a folder takes, apparent or allocated, whichever is larger."""
     words = (["du", "-sB1", root], ["du", "-sb", root])
     return max(int(subprocess.run(w, capture_output=True, text=True, check=True).stdout.split()[0]) for w in words)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first(
+def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first_shard(
     tmp_path: Path, objects: Path, format: str
 ) -> None:
     root = tmp_path / "cache"
@@ -64,7 +64,7 @@ def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first(
         pull(least - 1)
     assert not root.exists()
     for cap in (least, least + 1):
-        # One shard fits, and a pull never evicts its own: it says that it stopped there.
+        # One shard fits. A pull never evicts its own shards, so it reports that it stopped at the cap.
         with pytest.raises(CapBlocked) as stopped:
             pull(cap)
         with open_cache(root) as cache:
@@ -77,10 +77,10 @@ def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first(
 
 @needs_strace
 @pytest.mark.parametrize("format", FORMATS)
-def test_after_no_system_call_is_there_a_byte_more_than_the_cap(
+def test_the_folder_never_exceeds_the_cap_after_any_system_call(
     tmp_path: Path, children: Children, figures: Figures, format: str
 ) -> None:
-    """A replay of the calls of a pull that must evict for each of its shards."""
+    """The test replays the calls of a pull that must evict before each of its shards."""
     root = tmp_path / "cache"
     make(root, cap=CAP)
     fill = {"root": root, "format": "all", "shards": 0, "evict": False, "wait": 0.0}
@@ -106,7 +106,9 @@ def test_after_no_system_call_is_there_a_byte_more_than_the_cap(
 
 @contextlib.contextmanager
 def disk_of(folder: Path, kind: str, size: int) -> Iterator[Path]:
-    """A file system with exactly ``size`` bytes free, so that a full disk means a cap that was passed."""
+    """Mount a file system with exactly ``size`` free bytes, so that running out of space means that the cap was
+    exceeded.
+    """
     folder.mkdir()
     image = folder.with_suffix(".image")
     if kind == "tmpfs":
@@ -129,7 +131,7 @@ def disk_of(folder: Path, kind: str, size: int) -> Iterator[Path]:
 
 
 def catalog_bytes(root: Path) -> int:
-    """Of the catalog, its journal and the history, on disk."""
+    """Return the bytes of the catalog, its journal and the history on the disk."""
     total = 0
     for name in ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new"):
         with contextlib.suppress(FileNotFoundError):
@@ -143,7 +145,7 @@ def free(folder: Path) -> int:
 
 
 def stand_still(pids: list[int]) -> None:
-    """Stop these processes, and be sure that they are."""
+    """Stop these processes, and wait until they have stopped."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:
@@ -154,14 +156,14 @@ def stand_still(pids: list[int]) -> None:
 @pytest.mark.parametrize("seconds", [pytest.param(2, id="short"), pytest.param(600, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.timeout(3000)
-def test_a_disk_as_large_as_the_cap_never_fills(
+def test_a_disk_as_large_as_the_cap_never_runs_out_of_space(
     tmp_path: Path, children: Children, figures: Figures, kind: str, seconds: int
 ) -> None:
-    """Two pullers of unequal shards in all formats, an evictor and a reader at a cap of five large shards; ``statvfs``
-    every 5 ms, and ``du`` again and again while all of them stand still.
+    """Run two pulls with unequal shards in all formats, an evictor and a reader at a cap of five large shards. Check
+    ``statvfs`` every 5 ms, and ``du`` repeatedly while all of them are stopped.
 
-    The catalog and the history are charged what they may grow to. So that this hides nothing, the disk has that much
-    less, but for ``CATALOG``, and their bytes are taken off what is measured.
+    The catalog and the history are charged with their possible growth. To hide nothing, the disk is smaller by that
+    amount, except ``CATALOG``, and their bytes are subtracted from the measurement.
     """
     room = FIVE - allowance(FIRST_PAGES) - 2 * HISTORY_LIMIT
     with disk_of(tmp_path / "disk", kind, room + CATALOG) as disk:

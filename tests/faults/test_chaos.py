@@ -1,8 +1,9 @@
-"""Everything at once: pulls, evictions, conversions, cuts, verifications, training that resumes and pulls in the
-background, on one cache on a small tmpfs, with KILL, STOP and CONT at random moments of programs and of their children.
+"""Everything at once on one cache on a small tmpfs, with KILL, STOP and CONT at random moments.
 
-Round after round: some seconds of that, then all are killed and what is left is checked from outside, by SQLite and the
-formats' own libraries. ``CACHETOOL_CHAOS_SECONDS`` sets how long the soak takes (half an hour).
+Pulls, evictions, conversions, merges and splits of shards, verifications, and training that resumes and pulls in the
+background run together. The signals hit the programs and their children. Each round runs for some seconds, then
+everything is killed, and the remaining files are checked from outside, by SQLite and the formats' own libraries.
+``CACHETOOL_CHAOS_SECONDS`` sets the length of the soak (half an hour).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def r(number: int) -> np.ndarray[Any, Any]:
 
 
 def expect(xs: Any, rs: Any) -> list[int]:
-    """The numbers of samples, each of whose values is compared."""
+    """Compare every value of these samples, and return their numbers."""
     numbers = [int(values[0]) for values in xs]
     for number, values, ragged in zip(numbers, xs, rs, strict=True):
         np.testing.assert_array_equal(values, x(number))
@@ -61,7 +62,7 @@ def expect(xs: Any, rs: Any) -> list[int]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 16 MB where one can be mounted, else a folder."""
+    """Mount a tmpfs of 16 MB if possible, otherwise use a folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = not subprocess.run(
@@ -85,19 +86,20 @@ def source(tmp_path: Path) -> Path:
 
 
 class Chaos:
-    """The programs of a round, and what is done to them."""
+    """The programs of a round, and the signals that they get."""
 
     def __init__(self, root: Path, source: Path, place: Path, rng: random.Random) -> None:
         self.root, self.source, self.place, self.rng = root, source, place, rng
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: Counter[str] = Counter()
         self.bad: list[str] = []
-        # What loses its starter becomes a child of this process (prctl(2)), and is found again at the end of a round.
+        # A process that loses its parent becomes a child of this process (prctl(2)), which finds it at the end of a
+        # round.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         self._others = set(self.family(os.getpid()))
 
     def commands(self) -> dict[str, list[str]]:
-        """A program of each kind, as it is started now."""
+        """Return a command line for a program of each kind."""
         cache, pick = ["--cache", str(self.root), "-q"], self.rng.choice
         tool = [sys.executable, "-m", "cachetool"]
         pull = [*tool, "pull", str(self.source), "--shard-size", pick(("30kB", "60kB", "120kB")), "--wait", "5s"]
@@ -118,7 +120,7 @@ class Chaos:
         }  # fmt: skip
 
     def round(self, seconds: float) -> None:
-        """Start, stop, continue and kill for so long, then kill all."""
+        """Start, stop, continue and kill programs for ``seconds``, then kill all of them."""
         end, stopped = time.monotonic() + seconds, dict[int, float]()
         while (now := time.monotonic()) < end:
             commands = self.commands()
@@ -131,7 +133,8 @@ class Chaos:
             for pid in [pid for pid, at in stopped.items() if at <= now]:
                 del stopped[pid]
                 self.send(pid, signal.SIGCONT)
-            if self.running and self.rng.random() < 0.2:  # twice a second: most programs get to work first
+            # twice a second: most programs start to work before they are hit
+            if self.running and self.rng.random() < 0.2:
                 pid = self.rng.choice(self.family(self.rng.choice(list(self.running.values())).pid))
                 if self.rng.random() < 0.5:
                     self.send(pid, signal.SIGKILL)
@@ -145,13 +148,16 @@ class Chaos:
             self.ended(name, process)
 
     def end(self) -> None:
-        """Kill all that was started, also what was stopped when its starter was killed, which nobody else continues."""
+        """Kill all processes, also those that were stopped before their parent was killed: no other process continues
+        them.
+        """
         ours = {process.pid: process for process in self.running.values()}
-        while left := set(self.family(os.getpid())) - self._others:  # looked at anew once the last one was reaped
+        # list the processes again after the last one was reaped
+        while left := set(self.family(os.getpid())) - self._others:
             for pid in left:
                 self.send(pid, signal.SIGKILL, count=False)
             for pid in left:
-                with contextlib.suppress(ChildProcessError):  # its own starter is still there
+                with contextlib.suppress(ChildProcessError):  # its own parent still runs
                     ours[pid].poll() if pid in ours else os.waitpid(pid, os.WNOHANG)
 
     def start(self, name: str, command: list[str]) -> None:
@@ -164,7 +170,7 @@ class Chaos:
         self.counts[name] += 1
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """Take note of a program that ended by itself with something that no program of ours may say."""
+        """Record a program that ended by itself with output that is not allowed."""
         del self.running[name]
         said = (self.place / f"{name}.err").read_text(errors="replace")
         for word in ("a bug in cachetool", "AssertionError", "Mismatched elements", "Segmentation", "malformed"):
@@ -180,7 +186,7 @@ class Chaos:
 
     @staticmethod
     def family(pid: int) -> list[int]:
-        """A process and all below it."""
+        """Return a process and all its descendants."""
         found = [pid]
         for each in found:
             with contextlib.suppress(OSError):
@@ -191,7 +197,7 @@ class Chaos:
 
 @contextlib.contextmanager
 def watched(root: Path) -> Iterator[list[int]]:
-    """The most bytes that the folder took, as ``du`` counts, in a list of one."""
+    """Yield a list whose only element is the peak size of the folder, as ``du`` counts it."""
     most, over = [0], threading.Event()
 
     def taken(folder: str) -> int:
@@ -220,8 +226,9 @@ def watched(root: Path) -> Iterator[list[int]]:
 
 
 def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
-    """All that must be true once everybody is dead and the cache was opened again; gives the samples compared, and
-    whether the first pass is under way."""
+    """Check all invariants after every process died and the cache was opened again. Return the compared samples, and
+    True if the first pass is still running.
+    """
     with open_cache(root, create=False) as cache:
         own = cache.holder.id
     names = {
@@ -261,8 +268,8 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
     pending = [(row["pass_number"], at) for row in open_ for at in range(row["start"], row["stop"])]
     assert len(set(drawn)) == len(drawn), "drawn twice"
     assert not set(drawn) & set(pending), "open and drawn"
-    # Each position that was ever handed out is here, is evicted, or is open again: none is lost, none counts twice. A
-    # later pass goes around what is here of an earlier one, which nobody outside can count.
+    # Each claimed position is in the cache, evicted, or open again: none is lost, and none counts twice. A later pass
+    # skips the samples of earlier passes that are still in the cache, which an outside check cannot count.
     done, first = len(drawn) + evicted + len(pending), source["pass_number"] == 0
     assert done == source["frontier"] or not first, (len(drawn), evicted, len(pending), source["frontier"])
     for name in ("train", "pulling"):
@@ -272,10 +279,10 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
 
 
 def _once_an_epoch(ledger: Path) -> None:
-    """No sample came twice in one epoch, through all kills and resumes."""
+    """Check that no sample occurred twice in one epoch, across all kills and resumes."""
     seen: dict[int, set[int]] = {}
     for line in ledger.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last line of one that was killed while it wrote
+        with contextlib.suppress(ValueError):  # the last line of a program that was killed while it wrote
             value = json.loads(line)
             if "numbers" in value:
                 already = seen.setdefault(value["epoch"], set())
@@ -284,7 +291,7 @@ def _once_an_epoch(ledger: Path) -> None:
 
 
 def begin(root: Path, source: Path, place: Path) -> None:
-    """A new cache with some samples, and training that has no state yet."""
+    """Create a new cache with some samples, and training without a state."""
     for name in ("train", "pulling"):
         shutil.rmtree(place / name, ignore_errors=True)
         (place / name).mkdir()
@@ -293,7 +300,7 @@ def begin(root: Path, source: Path, place: Path) -> None:
 
 
 def harvest(place: Path) -> int:
-    """How many samples training got so far."""
+    """Return the number of samples that the training has read."""
     lines = [line for path in place.glob("*/ledger*") for line in path.read_text().splitlines()]
     return sum(len(json.loads(line).get("numbers", ())) for line in lines if line.endswith("}"))
 
@@ -306,7 +313,7 @@ def harvest(place: Path) -> int:
     ],
 )
 @pytest.mark.timeout(4000)
-def test_chaos_loses_doubles_and_leaves_nothing(
+def test_chaos_loses_and_duplicates_no_sample_and_leaves_no_files(
     disk: Path, source: Path, tmp_path: Path, figures: Figures, seconds: float
 ) -> None:
     root, place = disk / "cache", tmp_path / "place"

@@ -1,7 +1,7 @@
-"""Damaged files of every kind: never a wrong sample where a checksum is, and the process that asks lives (57, 58, 82).
+"""Damaged files of every kind: no wrong sample where a checksum exists, and the calling process lives (57, 58, 82).
 
-The law, and the program that holds every kind of file to it, is :mod:`tests.faults.corruption`. In the soak every kind
-is cut at 200 places and has 2,000 single bits flipped; the table at its end says what came of them.
+:mod:`tests.faults.corruption` states the law and checks every kind of file. In the soak every kind is truncated at 200
+places and has 2,000 single bits flipped. The table at the end of the soak shows the outcomes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from tests.faults.corruption import CACHED, FOREIGN, NAMES, PLAIN
 
 MEMORY = Path("/dev/shm")
 MAIN_MIB, GUARD_MIB = 64, 256
-"""Most memory that reading a small, damaged file takes: here, and in the process that reads it for this one."""
+"""Memory limits in MiB for reading a small damaged file: in this process, and in the process that reads foreign
+files.
+"""
 
 
 def look(tmp_path: Path, names: Sequence[str], *, cuts: int, flips: int) -> Iterator[dict[str, Any]]:
-    """What came of the cases of each kind."""
-    # Thousands of small conversions, each with its fsyncs: in memory where there is a disk of it.
+    """Return the outcomes of the cases of each kind."""
+    # Thousands of small conversions call fsync, so they run in memory if such a disk exists.
     folder = MEMORY / f"cachetool-{tmp_path.parent.name}-{tmp_path.name}" if MEMORY.is_dir() else tmp_path / "damaged"
     folder.mkdir()
     try:
@@ -40,7 +42,7 @@ def look(tmp_path: Path, names: Sequence[str], *, cuts: int, flips: int) -> Iter
 
 
 def keeps_the_law(found: dict[str, Any]) -> None:
-    """No promise was broken, no process died or hung, and memory was bounded."""
+    """Assert that no promise was broken, no process died or hung, and memory was bounded."""
     assert found["bad"] == [], found["name"]
     assert found["main_mib"] <= MAIN_MIB
     assert found["guard_mib"] <= GUARD_MIB
@@ -49,7 +51,7 @@ def keeps_the_law(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("names", [CACHED, PLAIN, FOREIGN], ids=["cache", "out", "foreign"])
 @pytest.mark.timeout(600)
-def test_files_damaged_at_a_few_places(tmp_path: Path, names: Sequence[str]) -> None:
+def test_files_damaged_at_a_few_places_keep_the_law(tmp_path: Path, names: Sequence[str]) -> None:
     for found in look(tmp_path, names, cuts=1, flips=2):
         keeps_the_law(found)
 
@@ -57,7 +59,7 @@ def test_files_damaged_at_a_few_places(tmp_path: Path, names: Sequence[str]) -> 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.timeout(7200)
-def test_files_damaged_anywhere(tmp_path: Path, figures: Figures, name: str) -> None:
+def test_files_damaged_anywhere_keep_the_law(tmp_path: Path, figures: Figures, name: str) -> None:
     for found in look(tmp_path, [name], cuts=100, flips=700):
         figures(**{key.replace(" ", "_"): value for key, value in found.items() if key not in ("name", "bad")})
         keeps_the_law(found)

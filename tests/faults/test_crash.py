@@ -1,8 +1,8 @@
-"""kill -9 before every system call that changes a file: of one commit in each format, one eviction, one conversion, one
-merge and one cut of shards, one recovery, of making a cache, of bringing its catalog to a new schema and of rebuilding
-it (faults 1, 3, 4, 10).
+"""kill -9 before every system call that changes a file (faults 1, 3, 4, 10).
 
-By default every few calls are tried; ``pytest -m soak tests/faults`` tries them all.
+Killed are one commit in each format, an eviction, a conversion, a merge and a split of shards, a recovery, the creation
+of a cache, the upgrade of its catalog to a new schema, and a rebuild. By default every few calls are tried; ``pytest -m
+soak tests/faults`` tries all calls.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ pytestmark = needs_strace
 
 
 def tried(short: int) -> pytest.MarkDecorator:
-    """Every ``short``-th call by default, every one in a soak."""
+    """Parametrize a step: every ``short``-th call by default, every call in a soak."""
     return pytest.mark.parametrize(
         "step", [pytest.param(short, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)]
     )
 
 
 class Stage:
-    """A prepared cache, copied for each try."""
+    """A prepared cache that is copied for each try."""
 
     def __init__(self, tmp_path: Path, children: Children, figures: Figures) -> None:
         self.children = children
@@ -47,12 +47,12 @@ class Stage:
         assert outcome.status == 0, outcome
 
     def fill(self, shards: int, **arguments: object) -> None:
-        """Make the cache and commit some shards."""
+        """Create the cache and commit some shards."""
         make(self.ready)
         self.do("pull", shards=shards, ledger=str(self.kept), **arguments)
 
     def copy(self) -> None:
-        """Begin again from what was prepared."""
+        """Restore the prepared cache."""
         for path, source in ((self.root, self.ready), (self.ledger, self.kept)):
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
@@ -62,24 +62,25 @@ class Stage:
                 shutil.copy(source, path)
 
     def points(self, action: str, **arguments: object) -> list[Point]:
-        """The calls of an undisturbed run."""
+        """Return the calls of an undisturbed run."""
         self.copy()
         return self.children.points(action, self._tmp / "log", within=self.root, root=str(self.root), **arguments)
 
     def kill(self, action: str, point: Point, **arguments: object) -> int:
-        """Run until this call; gives the exit status."""
+        """Run the action until this call. Return the exit status."""
         inject = f"{point.call}:signal=KILL:when={point.nth}"
         return self.children.run(action, inject=inject, root=str(self.root), **arguments).status
 
     def check(self, *, library: bool = False) -> int:
-        """The post-check; gives the number of visible samples."""
+        """Run the post-check. Return the number of visible samples."""
         return Oracle(self.root, self.ledger).check(library=library)
 
     def kill_everywhere(
         self, action: str, step: int, check: Callable[[], object] | None = None, **arguments: object
     ) -> int:
-        """Kill ``action`` before each ``step``-th of its calls; after each the world must be whole. Gives how many
-        calls there are."""
+        """Kill ``action`` before each ``step``-th of its calls, and check the cache after each kill. Return the number
+        of calls.
+        """
         points = self.points(action, **arguments)
         self.figures(system_calls=len(points), kills=len(points[::step]))
         self.check(library=True)
@@ -100,21 +101,21 @@ def stage(tmp_path: Path, children: Children, figures: Figures) -> Stage:
 
 @tried(36)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_commit_killed_anywhere_leaves_all_of_the_shard_or_nothing(stage: Stage, format: str, step: int) -> None:
+def test_a_commit_killed_anywhere_leaves_the_complete_shard_or_nothing(stage: Stage, format: str, step: int) -> None:
     stage.fill(2, format=format)
 
     assert stage.kill_everywhere("pull", step, format=format, ledger=str(stage.ledger)) > 150
 
 
 @tried(20)
-def test_an_eviction_killed_anywhere_goes_on_at_the_next_open(stage: Stage, step: int) -> None:
+def test_an_eviction_killed_anywhere_is_completed_by_the_next_open(stage: Stage, step: int) -> None:
     stage.fill(6, format="all")
 
     assert stage.kill_everywhere("evict", step, size=1_350_000) > 50
 
 
 @tried(36)
-def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, step: int) -> None:
+def test_a_conversion_killed_anywhere_leaves_the_old_or_the_new_shard(stage: Stage, step: int) -> None:
     stage.fill(2, format="tfrecord")
 
     def both() -> None:
@@ -125,7 +126,7 @@ def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, st
 
 @tried(48)
 @pytest.mark.parametrize(("shards", "most"), [(3, 10**9), (1, 3_000)], ids=["merging", "cutting"])
-def test_another_size_of_shards_killed_anywhere_leaves_the_old_or_the_new_ones(
+def test_a_change_of_shard_size_killed_anywhere_leaves_the_old_or_the_new_shards(
     stage: Stage, shards: int, most: int, step: int
 ) -> None:
     stage.fill(shards, format="lmdb")
@@ -137,7 +138,7 @@ def test_another_size_of_shards_killed_anywhere_leaves_the_old_or_the_new_ones(
 
 
 @tried(16)
-def test_a_recovery_killed_anywhere_is_recovered_like_any_death(stage: Stage, step: int) -> None:
+def test_a_recovery_killed_anywhere_is_recovered_by_the_next_open(stage: Stage, step: int) -> None:
     stage.fill(2)
     shutil.copytree(stage.ready, stage.root)
     points = stage.points("pull", format="zarr")
@@ -151,7 +152,7 @@ def test_a_recovery_killed_anywhere_is_recovered_like_any_death(stage: Stage, st
 
 
 @pytest.mark.parametrize("chains", [pytest.param(6, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
-def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> None:
+def test_repeated_crashes_during_recoveries_leave_a_sound_cache(stage: Stage, chains: int) -> None:
     stage.fill(3, format="all")
     arguments = {"format": "hdf5", "ledger": str(stage.ledger)}
     points = stage.points("pull", **arguments)
@@ -176,7 +177,7 @@ def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> 
 
 
 @tried(16)
-def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, step: int) -> None:
+def test_a_cache_whose_creation_was_killed_anywhere_is_created_again(stage: Stage, step: int) -> None:
     points = stage.points("create")
     stage.figures(system_calls=len(points), kills=len(points[::step]))
     for point in points[::step]:
@@ -188,7 +189,7 @@ def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, st
 
 
 @tried(24)
-def test_a_part_that_is_released_and_taken_is_whole_or_gone_wherever_that_is_killed(stage: Stage, step: int) -> None:
+def test_a_part_released_and_taken_again_is_complete_or_absent_after_a_kill_anywhere(stage: Stage, step: int) -> None:
     stage.fill(2)
 
     def whole_or_gone() -> None:
@@ -209,7 +210,7 @@ def test_a_part_that_is_released_and_taken_is_whole_or_gone_wherever_that_is_kil
 
 
 @tried(16)
-def test_a_rebuild_killed_anywhere_is_done_by_the_next_one(stage: Stage, step: int) -> None:
+def test_a_rebuild_killed_anywhere_is_completed_by_the_next_one(stage: Stage, step: int) -> None:
     stage.fill(4, format="all")
     (stage.ready / "catalog.sqlite3").unlink()
 

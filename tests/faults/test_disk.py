@@ -1,5 +1,6 @@
-"""A disk that is full, fails or is read-only: a clear error, nothing lost, and the next run succeeds (27, 28, 30, 31,
-33, 34)."""
+"""A disk that is full, fails or is read-only: a clear error, no loss, and the next run succeeds (27, 28, 30, 31, 33,
+34).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WRITING = ("write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "f
 
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A tmpfs of its own; skips where it cannot be mounted."""
+    """Mount a separate tmpfs; skip the test if that is impossible."""
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
     if made.returncode:
@@ -43,8 +44,9 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 def disturbed(
     tmp_path: Path, children: Children, format: str, calls: tuple[str, ...], inject: str, step: int
 ) -> list[tuple[Point, Outcome]]:
-    """A commit with one of its calls failing, for each ``step``-th of them; after each the world must be whole, and a
-    run without trouble must succeed."""
+    """Make each ``step``-th of these calls of a commit fail. After each failure the cache must be sound, and a run
+    without failures must succeed.
+    """
     ready, root, ledger = tmp_path / "ready", tmp_path / "cache", tmp_path / "ledger"
     make(ready)
     assert children.run("pull", root=str(ready), format=format, ledger=str(tmp_path / "kept")).status == 0
@@ -94,7 +96,7 @@ def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
 @needs_strace
 @pytest.mark.parametrize("step", [pytest.param(20, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
+def test_a_failing_fsync_discards_the_shard_and_is_not_retried(
     tmp_path: Path, children: Children, figures: Figures, format: str, step: int
 ) -> None:
     outcomes = disturbed(tmp_path, children, format, ("fsync", "fdatasync", "msync"), "error=EIO:when={}", step)
@@ -108,7 +110,7 @@ def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 400 small arrays to pull from."""
+    """Create a folder of 400 small arrays."""
     folder = tmp_path_factory.mktemp("objects")
     for number in range(400):
         np.save(folder / f"{number:03d}.npy", np.random.default_rng(number).random(500))
@@ -119,7 +121,7 @@ def cachetool(*words: object) -> subprocess.CompletedProcess[str]:
     return run_command(*words, folder=Path.cwd())
 
 
-def test_inodes_that_run_out_are_called_so(tmp_path: Path, objects: Path) -> None:
+def test_running_out_of_inodes_is_reported_as_such(tmp_path: Path, objects: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,nr_inodes=60") as disk:
         words = (
             "pull",
@@ -190,7 +192,9 @@ def test_a_disk_smaller_than_the_cap_ends_the_pull_and_loses_nothing(
     ],
 )
 def test_the_command_ends_with_4_and_two_lines_when_its_disk_fails(tmp_path: Path, objects: Path, inject: str) -> None:
-    """The whole command under strace, its workers too; the next run, without trouble, draws all that is left."""
+    """The whole command and its workers run under strace. The next run, without failures, draws all remaining
+    samples.
+    """
     words = (
         "pull",
         objects,
@@ -256,7 +260,7 @@ def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, 
         words = ("pull", objects, "--cache", disk / "cache", "--max-size", "20MB", "--shard-size", "100kB")
         assert cachetool(*words, "--samples", 100).returncode == 0
         with open_cache(disk / "cache") as cache, cache.snapshot() as snapshot:
-            # What ext4 does by itself when its disk fails: also with files open for writing.
+            # ext4 does this by itself when its disk fails, even with files open for writing.
             subprocess.run(["mount", "-o", "remount,abort", disk], check=True, capture_output=True)
             with pytest.raises(OSError, match="Read-only"):
                 (disk / "new").touch()
@@ -287,7 +291,7 @@ def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, 
         subprocess.run(["umount", disk], check=True)
 
 
-def test_an_output_on_a_read_only_disk_is_said_to_be_that_and_not_the_cache(tmp_path: Path, objects: Path) -> None:
+def test_an_error_about_a_read_only_output_names_the_output_and_not_the_cache(tmp_path: Path, objects: Path) -> None:
     cache = tmp_path / "cache"
     assert cachetool("pull", objects, "--cache", cache, "--max-size", "20MB", "--samples", 10).returncode == 0
     with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
@@ -295,7 +299,7 @@ def test_an_output_on_a_read_only_disk_is_said_to_be_that_and_not_the_cache(tmp_
             ran = cachetool(*words, "--cache", cache)
 
             assert ran.returncode == 4, ran
-            assert ran.stderr.endswith("the disk is mounted read-only; name a place on another one\n"), ran
+            assert ran.stderr.endswith("the disk is mounted read-only; choose a place on another disk\n"), ran
 
 
 def read(shard: Shard) -> Block:
@@ -307,7 +311,7 @@ def read(shard: Shard) -> Block:
     "step", [pytest.param(40_960, id="short"), pytest.param(4096, id="all", marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_limit_on_file_sizes_is_met_like_a_full_disk(
+def test_a_limit_on_file_sizes_is_handled_like_a_full_disk(
     tmp_path: Path, children: Children, figures: Figures, format: str, step: int
 ) -> None:
     root, ledger = tmp_path / "cache", tmp_path / "ledger"

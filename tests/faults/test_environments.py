@@ -1,5 +1,6 @@
-"""Places where programs run: low limits, closed streams, namespaces, clocks that jump, libraries that patch Python,
-files of another user's. Each ends well or in one clear line, and nothing is lost."""
+"""Unusual environments: low limits, closed streams, namespaces, clocks that jump, libraries that patch Python, files of
+another user. Each command succeeds or prints one clear line, and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory, objects: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, ready: Path) -> Path:
-    """A cache of 48 samples, of all formats."""
+    """Create a cache of 48 samples in all formats."""
     return Path(shutil.copytree(ready, tmp_path / "cache"))
 
 
@@ -73,7 +74,7 @@ def under(limits: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What a failed command said: never a traceback."""
+    """Return the message of a failed command. Assert that it is not a traceback."""
     assert done.returncode != 0
     assert "Traceback" not in done.stderr, done.stderr
     assert "a bug" not in done.stderr, done.stderr
@@ -92,7 +93,7 @@ def test_too_many_open_files_are_named_and_nothing_is_lost(root: Path, objects: 
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """This process may open so many files more."""
+    """Limit this process to ``count`` more open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 256), hard))
     taken = []
@@ -109,8 +110,8 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_shard_that_cannot_be_opened_for_lack_of_descriptors_is_not_taken_for_damaged(root: Path) -> None:
-    """A repair would give it up."""
+def test_a_shard_that_cannot_be_opened_without_free_descriptors_does_not_count_as_damaged(root: Path) -> None:
+    """A repair would delete such a shard."""
     with open_cache(root) as cache, PackageReader() as package:
         rows = cache.catalog.rows("SELECT * FROM shards")
         refused = 0
@@ -127,15 +128,15 @@ def test_a_shard_that_cannot_be_opened_for_lack_of_descriptors_is_not_taken_for_
         assert refused >= len(rows)
 
 
-def test_no_folder_for_temporary_files_is_said_to_be_that(root: Path, objects: Path) -> None:
+def test_a_missing_folder_for_temporary_files_is_reported_as_such(root: Path, objects: Path) -> None:
     done = under("ulimit -f 0; exec", "-m", "cachetool", "pull", objects, "--cache", root, "-q")
 
-    assert one_line(done) == "error: no folder for temporary files can be written to; set TMPDIR to one that can"
+    assert one_line(done) == "error: no folder for temporary files is writable; set TMPDIR to a writable folder"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("limit", ["-n 8", "-n 10", "-n 14", "-f 0", "-f 8", "-f 100", "-v 200000", "-v 250000"])
-def test_under_low_limits_each_command_succeeds_or_says_why(root: Path, objects: Path, limit: str) -> None:
+def test_under_low_limits_each_command_succeeds_or_reports_the_limit(root: Path, objects: Path, limit: str) -> None:
     for verb in (["pull", objects, "--samples", "8"], ["convert", "--to", "zarr"], ["evict", "--max-size", "1.5MB"]):
         done = under(f"ulimit {limit}; exec", "-m", "cachetool", *verb, "--cache", root, "-q")
         if done.returncode:
@@ -146,7 +147,7 @@ def test_under_low_limits_each_command_succeeds_or_says_why(root: Path, objects:
     assert verify(root).problems == []
 
 
-def test_a_command_without_standard_streams_works_and_none_of_its_files_becomes_one(root: Path, objects: Path) -> None:
+def test_a_command_without_standard_streams_opens_no_file_in_their_place(root: Path, objects: Path) -> None:
     done = under("exec 0<&- 1>&- 2>&-; exec", "-m", "cachetool", "pull", objects, "--samples", "8", "--cache", root)
 
     assert done.returncode == 0
@@ -156,7 +157,7 @@ def test_a_command_without_standard_streams_works_and_none_of_its_files_becomes_
 
 
 def test_a_reader_in_another_pid_namespace_keeps_its_shards(root: Path) -> None:
-    """Its pid is 1, which in each namespace is another process."""
+    """The reader's pid is 1, which is another process in each namespace."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", HOLDS, str(root)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with holder:
@@ -176,8 +177,8 @@ def test_a_reader_in_another_pid_namespace_keeps_its_shards(root: Path) -> None:
         assert list(cache.layout.shards.iterdir()) == [], "they went with their reader"
 
 
-def test_files_of_another_user_in_ones_own_cache_are_given_back_by_that_one(tmp_path: Path) -> None:
-    """As root leaves them who pulls into a user's cache."""
+def test_for_files_of_another_user_in_the_own_cache_chown_is_advised(tmp_path: Path) -> None:
+    """Root leaves such files when it pulls into a user's cache."""
     if os.geteuid():
         pytest.skip("needs root")
     file = tmp_path / "shards" / "s" / "shard.json"
@@ -187,7 +188,7 @@ def test_files_of_another_user_in_ones_own_cache_are_given_back_by_that_one(tmp_
         os.chown(path, 65534, 65534)
     for folder in tmp_path.parents:
         if folder.stat().st_uid == 0 and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o011)  # whoever is asked may come here
+            folder.chmod(folder.stat().st_mode | 0o011)  # lets the other user enter these folders
     os.seteuid(65534)
     try:
         said = str(permission_denied(file, tmp_path))
@@ -195,13 +196,13 @@ def test_files_of_another_user_in_ones_own_cache_are_given_back_by_that_one(tmp_
         os.seteuid(0)
 
     assert said == (
-        f"permission denied: {file}; {file} belongs to another user (0); let that one run: chown -R 65534 {tmp_path}"
+        f"permission denied: {file}; {file} belongs to another user (0); let that user run: chown -R 65534 {tmp_path}"
     )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("when", ["1971-01-01", "1999-12-31 23:59:59", "2039-01-01", "2090-01-01"])
-def test_a_clock_of_another_time_changes_nothing(root: Path, objects: Path, when: str) -> None:
+def test_a_wrong_clock_changes_nothing(root: Path, objects: Path, when: str) -> None:
     if shutil.which("faketime") is None:
         pytest.skip("faketime is not installed")
     for verb in (["pull", objects, "--samples", "8"], ["stats"], ["doctor"], ["evict", "--max-size", "1.5MB"]):

@@ -1,5 +1,6 @@
-"""Other file systems, mounted for real: clusters of 64 KiB, huge pages, block lists, compression, FUSE. On each the cap
-holds at every instant, by ``du``, and pulls, evictions and conversions succeed."""
+"""Other file systems, really mounted: clusters of 64 KiB, huge pages, block lists, compression, FUSE. On each of them
+``du`` never exceeds the cap, and pulls, evictions and conversions succeed.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ class Disk:
     """A file system to mount."""
 
     make: str = ""
-    """Command that makes it in an image file; empty for one that needs none."""
+    """The command that creates it in an image file; empty if it needs none."""
     options: str = "loop"
     kind: str = ""
     program: str = ""
-    """A FUSE program that mounts the image, or shows the folder below."""
+    """The FUSE program that mounts the image or mirrors the underlying folder."""
     block: int = DISK_BLOCK
     cap: int = 34 * 10**5
 
 
 @dataclass(frozen=True)
 class Mounted:
-    """One that is mounted."""
+    """A mounted file system."""
 
     disk: Disk
     folder: Path
@@ -91,7 +92,7 @@ EACH = [
 
 @pytest.fixture
 def mounted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mounted]:
-    """The disk of this test, empty. Skips where it cannot be made or mounted."""
+    """Mount the empty disk of this test. Skip the test if that is impossible."""
     disk: Disk = request.param
     monkeypatch.setenv(ALLOW, "1")  # FUSE
     folder, image, below = tmp_path / "disk", tmp_path / "image", tmp_path / "below"
@@ -130,7 +131,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def du(root: Path) -> int:
-    """What ``du`` counts, the larger of its two ways; files may come and go meanwhile."""
+    """Return the larger of the two counts of ``du``. Files may appear and disappear meanwhile."""
     allocated = apparent = 0
     for folder, _, names in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in names)):
@@ -142,7 +143,7 @@ def du(root: Path) -> int:
 
 
 class Watch(threading.Thread):
-    """Looks at ``du`` all the time."""
+    """A thread that measures ``du`` all the time."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(daemon=True)
@@ -158,7 +159,7 @@ class Watch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Keep the most that was seen."""
+        """Keep the largest measurement."""
         while not self._ended.wait(0.002):
             self.most = max(self.most, du(self._root))
             self.looks += 1
@@ -191,7 +192,7 @@ def test_du_never_exceeds_the_cap_while_formats_are_pulled_converted_and_evicted
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mounted", EACH, indirect=True)
-def test_the_minimum_of_a_cap_that_is_too_small_is_enough(mounted: Mounted, objects: Path) -> None:
+def test_the_minimum_cap_in_an_error_is_sufficient(mounted: Mounted, objects: Path) -> None:
     root = mounted.folder / "cache"
     own = least_overhead(Layout(root))
     for format in FORMATS:
@@ -206,7 +207,7 @@ def test_the_minimum_of_a_cap_that_is_too_small_is_enough(mounted: Mounted, obje
 
 
 @pytest.mark.parametrize("mounted", EACH[:1], indirect=True)
-def test_a_cache_that_is_copied_to_larger_blocks_is_charged_what_it_takes_there(
+def test_a_cache_copied_to_a_disk_with_larger_blocks_is_charged_the_bytes_it_takes_there(
     mounted: Mounted, objects: Path, tmp_path: Path
 ) -> None:
     before, root = tmp_path / "cache", mounted.folder / "cache"
@@ -215,7 +216,7 @@ def test_a_cache_that_is_copied_to_larger_blocks_is_charged_what_it_takes_there(
         shards = cache.usage().shards
     shutil.copytree(before, root)
     assert [found.text for found in examine(root) if found.what == "cap"][1:] == [
-        "the cache came from a disk with other blocks; the next command that uses it counts its bytes as they are here"
+        "the cache was copied from a disk with another block size; the next command that uses it counts its bytes again"
     ]
 
     with open_cache(root) as cache:

@@ -1,4 +1,6 @@
-"""A cache folder that somebody else made: what its catalog and its ``shard.json`` name leads nowhere outside of it."""
+"""A cache folder that somebody else created: paths in its catalog and its ``shard.json`` never lead outside the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and files of an
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A folder of the user's beside the cache, which must be as it was at the end."""
+    """Create a folder of the user beside the cache. It must not change."""
     folder = tmp_path / "thesis"
     folder.mkdir()
     for name in ("thesis.txt", "shard.json", "x.lock", "x.json"):
@@ -55,7 +57,7 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of some shards."""
+    """Create a cache of some shards."""
     folder = tmp_path_factory.mktemp("pulled")
     (folder / "source").mkdir()
     for number in range(48):
@@ -67,13 +69,13 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(pulled: Path, tmp_path: Path) -> Path:
-    """That cache, which nobody has open."""
+    """Return a copy of that cache, which no process has open."""
     shutil.copytree(pulled, tmp_path / "cache")
     return tmp_path / "cache"
 
 
 def edit(root: Path, *statements: str) -> None:
-    """Change a catalog as somebody would who knows its tables."""
+    """Change a catalog as an attacker who knows its tables would."""
     with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as connection:
         for each in statements:
             connection.execute(each)
@@ -85,7 +87,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def names(path: Path, how: str, root: Path) -> str:
-    """A name that leads from the cache's folder of shards to ``path``."""
+    """Return a name that leads from the cache's folder of shards to ``path``."""
     return {"absolute": str(path), "above": os.path.relpath(path, root / "shards")}[how]
 
 
@@ -119,7 +121,7 @@ def test_a_shard_named_by_a_path_is_refused_and_nothing_is_deleted(
 
 @pytest.mark.parametrize("how", ["absolute", "above"])
 def test_a_source_named_by_a_path_moves_no_record_there(cache: Path, victim: Path, how: str) -> None:
-    """The record of a shard that goes is renamed to where its source's is kept."""
+    """The record of a deleted shard is renamed to the place of its source's record."""
     name = names(victim / "x", how, cache)
     edit(
         cache,
@@ -165,7 +167,7 @@ def test_a_shard_json_that_names_a_path_is_not_adopted(cache: Path, victim: Path
     assert source == known
 
 
-def test_a_journal_that_names_another_file_does_not_get_it_deleted(cache: Path, victim: Path) -> None:
+def test_a_journal_that_names_another_file_does_not_cause_its_deletion(cache: Path, victim: Path) -> None:
     """SQLite deletes the super-journal that a hot journal names."""
     code = (
         "import os, sqlite3, sys\n"
@@ -189,12 +191,12 @@ def test_a_journal_that_names_another_file_does_not_get_it_deleted(cache: Path, 
         assert found.returncode != 0 or verb == "doctor"
     with pytest.raises(CatalogError, match="names another file"), open_cache(cache):
         pass
-    os.unlink(cache / "catalog.sqlite3-journal")  # as the message says
+    os.unlink(cache / "catalog.sqlite3-journal")  # the advice of the message
     assert run("verify", "--repair", "--no-repull", "--cache", str(cache)).returncode in (0, 1)
 
 
 def _as_trash(cache: Path) -> Path:
-    """Make the first shard's row trash of a dead process; gives where its folder is."""
+    """Make the first shard's row trash of a dead process. Return the path of its folder."""
     with contextlib.closing(sqlite3.connect(cache / "catalog.sqlite3")) as connection:
         (id,) = connection.execute("SELECT id FROM shards ORDER BY seq LIMIT 1").fetchone()
         connection.execute("UPDATE shards SET state = 'trash', holder = ? WHERE id = ?", (DEAD, id))
@@ -202,7 +204,7 @@ def _as_trash(cache: Path) -> Path:
     return cache / "shards" / id
 
 
-def test_recovery_unlinks_a_link_in_place_of_a_shard_and_leaves_what_it_leads_to(cache: Path, victim: Path) -> None:
+def test_recovery_unlinks_a_link_in_place_of_a_shard_and_keeps_its_target(cache: Path, victim: Path) -> None:
     shard = _as_trash(cache)
     shutil.rmtree(shard)
     shard.symlink_to(victim)
@@ -236,7 +238,7 @@ def test_a_folder_of_the_cache_that_is_a_link_is_not_cleared_through_it(cache: P
 
 @pytest.mark.parametrize("folder", ["shards", "listings", "holders"])
 def test_a_cache_whose_folder_is_a_link_is_refused(cache: Path, victim: Path, folder: str) -> None:
-    """Lock files without an owner are removed: here they would be somebody else's."""
+    """Lock files without an owner are deleted. Behind a link they would belong to somebody else."""
     (victim / "poetry.lock").write_text("precious")
     twin = victim.parent / "twin"
     (cache / folder).rename(twin)
@@ -244,7 +246,7 @@ def test_a_cache_whose_folder_is_a_link_is_refused(cache: Path, victim: Path, fo
     for verb in ("stats", "ls", "evict"):
         found = run(verb, "--cache", str(cache), *(["--max-size", "1MB"] if verb == "evict" else []))
         assert found.returncode == 6
-        assert f"its {folder} is a link to" in found.stderr
+        assert f"its folder {folder} is a link to" in found.stderr
     (victim / "poetry.lock").unlink()
 
 
@@ -255,8 +257,8 @@ def test_lock_files_of_other_programs_in_the_cache_stay(cache: Path) -> None:
     assert (cache / "holders" / "poetry.lock").exists()
 
 
-def test_no_record_is_taken_out_of_a_folder_that_a_link_leads_to(cache: Path, victim: Path) -> None:
-    """The newest record of a source is moved out of the shard that goes."""
+def test_no_record_is_moved_out_of_the_target_of_a_link(cache: Path, victim: Path) -> None:
+    """The newest record of a source is moved out of a shard before its deletion."""
     shard = _as_trash(cache)
     edit(cache, f"UPDATE shards SET since = 999999 WHERE id = '{shard.name}'")
     shutil.rmtree(shard)
@@ -267,8 +269,8 @@ def test_no_record_is_taken_out_of_a_folder_that_a_link_leads_to(cache: Path, vi
     assert not [path for path in (cache / "listings").glob("*.json") if path.read_text() == "precious"]
 
 
-def test_a_view_in_place_of_a_table_is_refused_and_mended(cache: Path) -> None:
-    """One may have rows without end, which SQLite computes and no signal ends."""
+def test_a_view_in_place_of_a_table_is_refused_and_repaired(cache: Path) -> None:
+    """A view may have endless rows, which SQLite computes without reacting to signals."""
     edit(
         cache,
         "ALTER TABLE events RENAME TO before",
@@ -295,7 +297,7 @@ def test_a_lock_file_with_a_second_name_is_not_written(cache: Path, victim: Path
 @root_only
 @pytest.mark.parametrize("what", ["bind", "tmpfs"])
 def test_recovery_enters_no_mount(cache: Path, victim: Path, what: str) -> None:
-    """A bind mount has the device of what it shows: only the kernel's number of the mount tells."""
+    """A bind mount has the same device number as its target: only the kernel's mount id differs."""
     shard = _as_trash(cache)
     (shard / "c").mkdir()
     mount = ["--bind", str(victim), str(shard / "c")] if what == "bind" else ["-t", "tmpfs", "tmpfs", str(shard / "c")]
@@ -326,7 +328,7 @@ def test_recovery_leaves_a_folder_of_another_user(cache: Path) -> None:
     assert (shard / "mine" / "notes").exists()
 
 
-def test_removal_takes_names_alone(tmp_path: Path) -> None:
+def test_removal_accepts_only_checked_names(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", b"file", Path("file"), 3):
         with pytest.raises(TypeError):
@@ -344,13 +346,13 @@ def test_removal_takes_names_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", ".", "..", "a/b", "/a", "a\0b", "a\\b", "x" * 256, "ä" * 128, None, 3, b"x", ["x"]]
 )
-def test_what_is_no_name_is_refused(text: Any) -> None:
+def test_an_invalid_name_is_refused(text: Any) -> None:
     with pytest.raises(CatalogError, match="is no name of a file"):
         Name(text)
 
 
 @pytest.mark.parametrize("text", ["0" * 15, "0" * 17, "0" * 15 + "G", "0" * 15 + "A", "0" * 16 + "\n", "٠" * 16, None])
-def test_what_is_no_id_is_refused(text: Any) -> None:
+def test_an_invalid_id_is_refused(text: Any) -> None:
     with pytest.raises(CatalogError, match="is no name of a shard"):
         Id(text)
     assert not Id.fits(text)
@@ -365,12 +367,12 @@ FORMATS = {
     "tfrecord:gzip": "data.tfrecord",
     "zarr:zstd": "data.zarr/npy/c.0.0",
 }
-"""Format, and compression; the file of a shard that holds the values."""
+"""Format and compression: the file of a shard that holds the values."""
 
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A cache of one shard in each format."""
+    """Create a cache of one shard in each format."""
     folder = tmp_path_factory.mktemp("caches")
     (folder / "source").mkdir()
     for number in range(8):
@@ -385,7 +387,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _readers(cache: Path) -> Iterator[Callable[[], object]]:
-    """Each way in which the samples of a cache are read."""
+    """Return each way to read the samples of a cache."""
 
     def load(*, verify: bool = False) -> None:
         with Loader(cache, batch_size=4, workers=0, verify=verify) as loader:
@@ -407,7 +409,7 @@ def _readers(cache: Path) -> Iterator[Callable[[], object]]:
 
 
 def _replaced(path: Path, how: str, aside: Path) -> None:
-    """Put something else in place of a file or folder, which lies ``aside`` then."""
+    """Replace a file or folder by something else. The original then lies at ``aside``."""
     aside.parent.mkdir(exist_ok=True)
     path.rename(aside)
     if how == "link":
@@ -422,20 +424,20 @@ def _replaced(path: Path, how: str, aside: Path) -> None:
 
 
 _SAID = {
-    "link": "is a link, which cachetool never makes",
+    "link": "is a link",
     "pipe": "is no plain file",
     "socket": "is no plain file",
-    "folder": "is no plain file|is not a whole|is not a plain file|not those that were written",
+    "folder": "is no plain file|is not a whole|is not a plain file|changed after they were written",
 }
-"""A library says of a folder what it says of any bytes that are not its own."""
+"""The messages. For a folder, a library raises the same error as for foreign bytes."""
 
 
 @pytest.mark.parametrize("how", _SAID)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_of_a_shard_that_is_none_is_not_read(
+def test_a_link_or_pipe_or_folder_in_place_of_a_shards_file_is_not_read(
     caches: dict[str, Path], tmp_path: Path, name: str, how: str
 ) -> None:
-    """A link in a shard may lead to any file of the user's; a pipe is waited for without end."""
+    """A link in a shard may lead to any file of the user. A read from a pipe waits forever."""
     plain = ":" not in name
     beside = ["extents.bin"] if plain else ["checksums.npy"]
     above = ["data.zarr", "data.zarr/npy", "."] if "zarr" in name else ["."]
@@ -444,7 +446,7 @@ def test_a_file_of_a_shard_that_is_none_is_not_read(
         shutil.copytree(caches[name], cache)
         (shard,) = (cache / "shards").iterdir()
         _replaced(shard / file, how, cache.parent / "aside" / Path(file).name)
-        unread = how == "folder" and file in beside  # by a library, which needs neither
+        unread = how == "folder" and file in beside  # the library needs neither of these files
         for read in list(_readers(cache))[: -1 if unread else None]:
             with pytest.raises(CorruptError, match=_SAID[how]) as told:
                 read()
@@ -455,7 +457,7 @@ def test_a_file_of_a_shard_that_is_none_is_not_read(
 
 
 _HOSTILE = ("9e999", "-1", "9223372036854775807", "'x'", "x'ff00'", "NULL", "1e300", f"'{'[' * 100_000}'")
-"""Values in SQL that cachetool writes nowhere, or into few columns."""
+"""SQL values that cachetool never writes, or writes only into few columns."""
 _ROWS = (
     f"INSERT INTO holders VALUES ('{'1' * 16}', 1, 'host', 'what', 1)",
     f"INSERT INTO jobs SELECT 'job', id, '{'1' * 16}', 5, NULL, 0, 0, 0, 1, 0.1, 'oldest', 0, 0, 0 FROM sources",
@@ -468,7 +470,7 @@ _ROWS = (
 
 
 class _Odd:
-    """A cache whose catalog gets one value after another, read by every verb that shows it."""
+    """A cache whose catalog gets one invalid value after another. Every command that shows the value reads it."""
 
     def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         edit(root, *_ROWS)
@@ -488,7 +490,7 @@ class _Odd:
         self.readers: list[Callable[[], None]] = [*verbs, self.library, self.load]
 
     def put(self, table: str, column: str, value: str) -> bool:
-        """Write the value into some row; False where no such catalog can be."""
+        """Write the value into one row. Return False if the catalog cannot store it."""
         self.catalog.write_bytes(self.pristine)
         self.catalog.with_name("catalog.sqlite3-journal").unlink(missing_ok=True)
         try:
@@ -526,7 +528,7 @@ class _Odd:
             for read in readers:
                 try:
                     read()
-                except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to this value)
+                except Exception as error:  # noqa: BLE001 (any exception belongs to this value)
                     pytest.fail(f"{table}.{column} = {value[:20]}: {error!r}")
             assert sorted((self.root / "shards").rglob("*")) == self.files, (table, column, value[:20])
 
@@ -537,7 +539,7 @@ def odd(cache: Path, victim: Path, capsys: pytest.CaptureFixture[str]) -> _Odd:
 
 
 def test_values_that_cachetool_never_writes_end_in_one_line(odd: _Odd) -> None:
-    """One value and one reader for each column; all of them below."""
+    """One value and one reader per column; the next test has all of them."""
     for number, (table, column) in enumerate(odd.columns):
         value = _HOSTILE[number % len(_HOSTILE)]
         odd.check(table, column, value, [odd.readers[number % len(odd.readers)]])
@@ -552,7 +554,7 @@ def test_every_value_in_every_column_ends_in_one_line(odd: _Odd) -> None:
 
 
 _SHOWN = (("shards", "draws"), ("shards", "samples"), ("events", "at"), ("evictions", "bytes"))
-"""Columns whose values harm nobody who only looks: ``verify`` alone names them."""
+"""The columns whose values harm no command that only shows them: only ``verify`` names them."""
 
 
 @pytest.mark.parametrize(
@@ -568,7 +570,7 @@ _SHOWN = (("shards", "draws"), ("shards", "samples"), ("events", "at"), ("evicti
         ("evictions", "bytes", "9223372036854775807"),
     ],
 )
-def test_such_a_value_is_named_and_a_repair_drops_it(odd: _Odd, table: str, column: str, value: str) -> None:
+def test_an_invalid_value_is_named_and_a_repair_removes_it(odd: _Odd, table: str, column: str, value: str) -> None:
     assert odd.put(table, column, value)
     wrong = verify(odd.root)
     assert any("cannot be trusted: its table" in problem.what for problem in wrong.problems)
@@ -586,7 +588,7 @@ def test_such_a_value_is_named_and_a_repair_drops_it(odd: _Odd, table: str, colu
 @pytest.mark.parametrize(
     ("table", "column", "value"),
     [
-        ("shards", "draws", "[[0, 400000000]]"),  # of 48: they were numbered one by one, in 6 GB
+        ("shards", "draws", "[[0, 400000000]]"),  # the shard has 48 samples: listing these numbers took 6 GB
         ("sources", "segments", '[["a"]]'),
         ("sources", "segments", "{}"),
         ("sources", "past", "[5]"),
@@ -594,7 +596,7 @@ def test_such_a_value_is_named_and_a_repair_drops_it(odd: _Odd, table: str, colu
         ("datasets", "schema", '[{"name": "x", "dtype": "|O", "shape": [2]}]'),
     ],
 )
-def test_a_pull_names_the_value_and_the_command_that_mends_it(
+def test_a_pull_names_an_invalid_value_and_the_repair_command(
     cache: Path, table: str, column: str, value: object
 ) -> None:
     with contextlib.closing(sqlite3.connect(cache / "catalog.sqlite3")) as connection, connection:
@@ -609,11 +611,13 @@ def test_a_pull_names_the_value_and_the_command_that_mends_it(
 
 
 _PAGE, _FAN, _LEVELS = 4096, 400, 6
-"""Bytes of a page, pointers in each page to one and the same, and how many such pages lie above the rows."""
+"""Bytes of a page, pointers in each page to the same page, and the number of such pages above the rows."""
 
 
 def _pointers_to(page: int) -> bytes:
-    """An interior page of a table (sqlite.org/fileformat.html, section 1.6) all of whose cells lead to ``page``."""
+    """Return an interior page of a table (sqlite.org/fileformat.html, section 1.6) whose cells all point to
+    ``page``.
+    """
     body, end, cells = bytearray(_PAGE), _PAGE, []
     for number in range(_FAN):
         cell = struct.pack(">I", page) + bytes([number % 5 + 1])
@@ -626,7 +630,7 @@ def _pointers_to(page: int) -> bytes:
 
 
 def _without_end(catalog: Path, table: str) -> None:
-    """Have ``table`` of a catalog name its one page of rows 400 ** 6 times."""
+    """Make ``table`` of a catalog reference its only page of rows 400 ** 6 times."""
     with contextlib.closing(sqlite3.connect(catalog)) as connection:
         (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -641,7 +645,7 @@ def _without_end(catalog: Path, table: str) -> None:
         file.write(struct.pack(">I", pages + _LEVELS))
 
 
-def test_a_table_of_rows_without_end_is_named_and_mended(cache: Path) -> None:
+def test_a_table_with_endless_rows_is_named_and_repaired(cache: Path) -> None:
     with contextlib.closing(sqlite3.connect(cache / "catalog.sqlite3")) as connection, connection:
         connection.execute(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, 'r', 1, 1, 'default', 1.0)",
@@ -657,17 +661,19 @@ def test_a_table_of_rows_without_end_is_named_and_mended(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["catalog.sqlite3", "catalog.sqlite3-journal"])
-def test_a_pipe_in_place_of_a_catalog_is_named_and_not_waited_for(cache: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_catalog_is_named_without_waiting(cache: Path, name: str) -> None:
     (cache / name).unlink(missing_ok=True)
     os.mkfifo(cache / name)
-    with pytest.raises(CatalogError, match=f"{name} is no plain file; remove it, then run: cachetool verify --repair"):
+    with pytest.raises(
+        CatalogError, match=f"{name} is not a plain file; remove it, then run: cachetool verify --repair"
+    ):
         cachetool.open_cache(cache)
     (cache / name).unlink()
     verify(cache, repair=True)
     assert verify(cache).sound
 
 
-def test_many_statements_in_one_transaction_are_no_such_thing(cache: Path) -> None:
+def test_many_statements_in_one_transaction_do_not_count_as_an_endless_table(cache: Path) -> None:
     with cachetool.open_cache(cache) as used, used.catalog.write() as connection:
         connection.executemany(
             "INSERT INTO events (at, kind, dataset, subject, text) VALUES (?, 'x', '', 's', 't')",

@@ -1,5 +1,6 @@
-"""Files made to do harm: to run a program, to read other files, to fill the memory, to kill who opens them (61, 62, 67,
-77 to 82)."""
+"""Malicious files: they try to run a program, read other files, fill the memory, or kill the reader (61, 62, 67, 77 to
+82).
+"""
 
 from __future__ import annotations
 
@@ -47,16 +48,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     said: str
     mib: int
-    """Most memory of the command's processes, each for itself."""
+    """Peak memory in MiB of the command's largest process."""
 
 
 def run(*words: object, **env: str) -> Ran:
-    """A command of cachetool in a process of its own."""
+    """Run a command of cachetool in a separate process."""
     command = [sys.executable, "-m", "cachetool", *map(str, words)]
     program = "import os, sys; pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ); _, status, used ="
     program += " os.wait4(pid, 0); print(); print(os.waitstatus_to_exitcode(status), used.ru_maxrss)"
@@ -71,7 +72,7 @@ def run(*words: object, **env: str) -> Ran:
 
 
 def tar_gz(path: Path, name: str, size: int, **others: bytes) -> None:
-    """Zeros, and other members behind them."""
+    """Write zeros, and other members after them."""
     with gzip.open(path, "wb", compresslevel=1) as file, tarfile.open(fileobj=file, mode="w") as archive:
         info = tarfile.TarInfo(name)
         info.size = size
@@ -93,7 +94,7 @@ def tar_of(path: Path, **members: bytes) -> None:
 
 
 def zip_of_zips(path: Path) -> None:
-    """Zips in zips, six deep, and an array that claims 4 GB."""
+    """Write zips in zips, six levels deep, and an array that declares 4 GB."""
     data = bytes(MIB)
     for depth in range(6):
         out = io.BytesIO()
@@ -112,7 +113,7 @@ def zip_of_zips(path: Path) -> None:
 
 
 def gzip_chain(path: Path) -> None:
-    """Gzip in gzip in gzip, of 30 MB of zeros."""
+    """Write gzip in gzip in gzip, of 30 MB of zeros."""
     data = gzip.compress(bytes(30 * MIB), 1)
     for _ in range(3):
         data = gzip.compress(data, 1)
@@ -130,19 +131,19 @@ def zarr_zstd(path: Path) -> None:
 
 
 def zarr_window(path: Path) -> None:
-    """A frame without a size that asks for a window of terabytes."""
+    """Write a frame without a size that requests a window of terabytes."""
     zarr_of(path, b"\x28\xb5\x2f\xfd\x00\xf8" + b"\x02\x00\x01\x00" * 50, zarr.codecs.ZstdCodec())
 
 
 def zarr_blosc(path: Path) -> None:
-    """A chunk whose header claims 2 GB."""
+    """Write a chunk whose header declares 2 GB."""
     chunk = bytearray(numcodecs.Blosc().encode(np.zeros(MIB, dtype=np.uint8)))
     chunk[4:8] = (2**31 - 1).to_bytes(4, "little")
     zarr_of(path, bytes(chunk), zarr.codecs.BloscCodec())
 
 
 def hdf5_chunk(path: Path) -> None:
-    """A chunk of 60 MB of zeros in a few kilobytes: as much as is read at all."""
+    """Write a chunk of 60 MB of zeros in a few kilobytes: the largest chunk that is read at all."""
     with h5py.File(path, "w") as file:
         file.create_dataset("x", (8, 1_900_000), "f4", chunks=(8, 1_900_000), compression="gzip")[:] = 0
 
@@ -186,7 +187,7 @@ def npz_row(path: Path) -> None:
 
 
 BOMBS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
-    # file: how it is made, the exit code, options
+    # file: the function that creates it, the exit code, options
     "member.tar.gz": (lambda path: tar_gz(path, "a.bin", 120 * MIB), 3, ()),
     "left-out.tar.gz": (lambda path: tar_gz(path, "README", 120 * MIB, a_txt=b"fine"), 0, ()),
     "chain.tar.gz": (gzip_chain, 3, ()),
@@ -206,7 +207,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """MiB that a command takes for a harmless file."""
+    """Return the MiB that a command takes for a harmless file."""
     folder = tmp_path_factory.mktemp("usual")
     np.save(folder / "x.npy", np.arange(10))
     ran = run("convert", folder / "x.npy", "--to", "lmdb", "--out", folder / "out")
@@ -215,14 +216,14 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 FEW = ("left-out.tar.gz", "row.npz", "zstd.zarr", "chunk.h5", "length.tfrecord", "zeros.tfrecord.gz", "jpeg.tar")
-"""By default, one or two of each kind of file; the long runs have all."""
+"""One or two files of each kind for the default run; the long runs have all."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.soak]) for name in BOMBS]
 )
 def test_no_bomb_takes_more_than_256_mib(tmp_path: Path, usual: int, name: str) -> None:
-    """Fault 80: bombs are refused, naming the file, or read in pieces; no process grows by more than 256 MiB."""
+    """Fault 80: bombs are refused with the file's name, or read in pieces. No process grows by more than 256 MiB."""
     make, code, options = BOMBS[name]
     make(tmp_path / name)
     ran = run("convert", tmp_path / name, "--to", "tfrecord", "--out", tmp_path / "out", *options)
@@ -238,7 +239,7 @@ def test_no_bomb_takes_more_than_256_mib(tmp_path: Path, usual: int, name: str) 
 
 
 class Canary:
-    """Unpickling it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -248,7 +249,7 @@ class Canary:
 
 
 def with_pickles(folder: Path, place: Path) -> dict[str, tuple[str, ...]]:
-    """Files that hold a canary in every way that a file can; each with the options that try hardest to read it."""
+    """Write files that hold a canary in every possible way, each with the options that try hardest to read it."""
     folder.mkdir()
     canary, song = Canary(place), pickle.dumps(Canary(place))
     np.save(folder / "object.npy", np.array([canary], dtype=object), allow_pickle=True)
@@ -282,7 +283,7 @@ def with_pickles(folder: Path, place: Path) -> dict[str, tuple[str, ...]]:
 
 
 def test_no_command_runs_a_pickle(tmp_path: Path) -> None:
-    """Fault 77: looked at, converted, taken in, pulled, verified, shown, loaded: nothing is ever unpickled."""
+    """Fault 77: dry run, convert, pull, verify, show and load never unpickle anything."""
     place = tmp_path / "unpickled"
     for name, options in with_pickles(tmp_path / "in", place).items():
         path, cache = tmp_path / "in" / name, tmp_path / f"cache-{name}"
@@ -329,7 +330,7 @@ def test_checksums_beside_a_file_are_no_pickle_and_take_no_memory(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that ``convert --out`` wrote, by format and compression."""
+    """Create folders by ``convert --out``, by format and compression."""
     root, content = tmp_path_factory.mktemp("plain"), block(list(range(40)))
     np.save(root / "x.npy", np.asarray(content.columns["x"]))
     for to, compression in (
@@ -354,7 +355,7 @@ for path in sys.argv[1:]:
 
 
 def test_no_library_opens_a_file_outside_a_cache_in_this_process(plain: Path) -> None:
-    """Whoever makes a file can make it look like ours, and its digests too: that is no reason to trust it."""
+    """An attacker can make a file look like ours, with valid digests. That is no reason to trust it."""
     inputs = [folder for folder in plain.iterdir() if folder.is_dir()]
     inputs += [path for folder in inputs for path in folder.glob("part-00000.*") if path.suffix != ".tfrecord"]
     assert len(inputs) == 7 + 5
@@ -362,8 +363,8 @@ def test_no_library_opens_a_file_outside_a_cache_in_this_process(plain: Path) ->
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_part_that_lies_elsewhere_is_not_read(plain: Path, tmp_path: Path) -> None:
-    """Fault 78: neither the list of parts nor their extents lead out of the folder."""
+def test_a_part_outside_the_folder_is_not_read(plain: Path, tmp_path: Path) -> None:
+    """Fault 78: neither the list of parts nor their extents lead outside the folder."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"host bytes " * 10_000)
     shutil.copytree(plain / "lmdb-None", tmp_path / "in")
@@ -376,12 +377,12 @@ def test_a_part_that_lies_elsewhere_is_not_read(plain: Path, tmp_path: Path) -> 
     for name in ("../secret.lmdb", "/etc/passwd", ".hidden.lmdb", "part-00000.h5"):
         about["parts"][0]["file"] = name
         (tmp_path / "in" / DATASET_FILE).write_text(json.dumps(about))
-        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool convert writes of these files"):
+        with pytest.raises(CorruptError, match=r"dataset\.json does not fit the files"):
             open_files(tmp_path / "in")
 
 
 def test_parts_that_were_swapped_are_found(plain: Path, tmp_path: Path) -> None:
-    """Fault 59: with everything that belongs to them, and alone."""
+    """Fault 59: parts swapped with all their side files, and alone."""
     for way in ("lmdb-None", "zarr-zstd"):
         for together in (True, False):
             folder = tmp_path / f"{way}-{together}"
@@ -397,7 +398,7 @@ def test_parts_that_were_swapped_are_found(plain: Path, tmp_path: Path) -> None:
 
 
 def test_a_newer_layout_is_refused_with_both_versions(plain: Path, tmp_path: Path) -> None:
-    """Fault 67: also that of extents."""
+    """Fault 67: also a newer layout of extents."""
     shutil.copytree(plain / "hdf5-None", tmp_path / "in")
     about = tmp_path / "in" / DATASET_FILE
     value = json.loads(about.read_text())
@@ -415,7 +416,7 @@ def test_a_newer_layout_is_refused_with_both_versions(plain: Path, tmp_path: Pat
 
 
 def test_a_file_that_its_writer_left_open_is_not_changed(tmp_path: Path) -> None:
-    """Fault 62: read, or refused with its name; nobody clears its mark."""
+    """Fault 62: the file is read, or refused with its name. Nobody clears its mark."""
     program = (
         "import h5py, os, sys\n"
         "file = h5py.File(sys.argv[1], 'w', libver='latest')\n"
@@ -430,14 +431,14 @@ def test_a_file_that_its_writer_left_open_is_not_changed(tmp_path: Path) -> None
         with pytest.raises(BadObject, match=rf"{how}\.h5 is not a whole HDF5 file"):
             open_files(path)
         with cachetool.open_cache(tmp_path / "c", max_size="8MB") as cache:
-            with pytest.raises(BadObject, match=rf"{how}\.h5 is not a whole HDF5 file: its writer has it open"):
+            with pytest.raises(BadObject, match=rf"{how}\.h5 is not a whole HDF5 file: a program is writing it"):
                 cache.pull(path, all=True)
             assert not cache.shards()
         assert path.read_bytes() == before
 
 
 def test_chunks_that_are_links_are_refused(tmp_path: Path) -> None:
-    """Fault 78, as Zarr has it: a link in the place of a chunk would have any file of this machine read as values."""
+    """Fault 78 in Zarr: a link in place of a chunk would read any file of this machine as values."""
     (tmp_path / "secret").write_bytes(b"host" * 100)
     for version in (2, 3):
         path = tmp_path / f"{version}.zarr"
@@ -446,12 +447,12 @@ def test_chunks_that_are_links_are_refused(tmp_path: Path) -> None:
         chunk = path / ("1" if version == 2 else "c/1")
         chunk.unlink()
         chunk.symlink_to(tmp_path / "secret")
-        with pytest.raises(BadObject, match=rf"{version}\.zarr: .* is one of links that lead out of the folder"):
+        with pytest.raises(BadObject, match=rf"{version}\.zarr: .*links that lead out of the folder"):
             open_files(path)
 
 
 def test_a_blosc_chunk_that_was_cut_is_an_error(tmp_path: Path) -> None:
-    """Fault 64: Blosc reads on behind its end."""
+    """Fault 64: Blosc reads beyond the end of a chunk."""
     for version in (2, 3):
         path = tmp_path / f"{version}.zarr"
         how: Any = numcodecs.Blosc() if version == 2 else zarr.codecs.BloscCodec()
@@ -471,7 +472,7 @@ def test_a_blosc_chunk_that_was_cut_is_an_error(tmp_path: Path) -> None:
 
 
 def examples() -> list[bytes]:
-    """Serialised examples of every kind of feature, and of none."""
+    """Return serialised examples with every kind of feature, and without features."""
     from cachetool.formats.example import ExampleLayout
 
     schema = Schema((*SCHEMA.fields, Field("raw", "bytes"), Field("w", "<f4"), Field("n", "<i8")))
@@ -493,7 +494,7 @@ def examples() -> list[bytes]:
 )
 @pytest.mark.timeout(7200)
 def test_damaged_examples_are_parsed_or_refused_and_take_no_memory(runs: int) -> None:
-    """Fault 81: bytes changed, cut, repeated and joined; ValueError is all that comes of it."""
+    """Fault 81: bytes changed, cut, repeated and joined cause at most a ValueError."""
     rng, seeds, parsed = random.Random(1), examples(), 0
     tracemalloc.start()
     for _ in range(runs):
@@ -519,8 +520,8 @@ def test_damaged_examples_are_parsed_or_refused_and_take_no_memory(runs: int) ->
     assert 0 < parsed < runs
 
 
-def test_a_tfrecord_file_of_ours_with_a_bomb_in_a_length_takes_no_memory(tmp_path: Path) -> None:
-    """Fault 61, read with a schema: the length has a sound checksum and is compared with what is there."""
+def test_a_tfrecord_shard_with_a_huge_record_length_takes_no_memory(tmp_path: Path) -> None:
+    """Fault 61, read with a schema: the length has a valid checksum and is compared with the file's size."""
     tfrecord_length(tmp_path / "x.tfrecord")
     tracemalloc.start()
     with pytest.raises(CorruptError, match=r"x\.tfrecord is cut short"):

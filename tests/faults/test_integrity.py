@@ -1,4 +1,4 @@
-"""Bytes that change, shards that are swapped, catalogs that are lost: found, named, and mended (11, 57, 58, 59, 60)."""
+"""Changed bytes, swapped shards, lost catalogs: found, named, and repaired (11, 57, 58, 59, 60)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fill(children: Children, root: Path, ledger: Path, *, shards: int, format: s
 
 
 def answers(root: Path) -> dict[str, Any]:
-    """What a user is told of the cache, without what is counted anew."""
+    """Return the figures of the cache that a user sees, except those that are counted from now on."""
     with open_cache(root, create=False) as cache:
         stats = cache.stats().as_dict()
         claims = [
@@ -81,7 +81,7 @@ def test_verify_finds_every_flipped_bit_and_names_shard_and_file(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_verify_finds_files_that_are_cut_longer_missing_or_more(
+def test_verify_finds_truncated_extended_missing_and_additional_files(
     root: Path, ledger: Path, children: Children, format: str
 ) -> None:
     fill(children, root, ledger, shards=1, format=format)
@@ -134,7 +134,7 @@ def test_a_bad_shard_is_removed_and_the_next_pull_draws_exactly_its_samples(
     with open_cache(root) as cache, cache.snapshot() as snapshot:
         found = verify(root, repair=True)
         assert [(p.shard, p.file, p.action) for p in found.problems] == [
-            (bad.id, "extents.bin", "it leaves when its readers end, 12 draws are open again")
+            (bad.id, "extents.bin", "it is deleted when its readers end, 12 draws must be repeated")
         ]
         assert bad.id in {shard.id for shard in snapshot.shards}
         assert bad.id not in {shard.id for shard in cache.shards()}
@@ -157,7 +157,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_what_nothing_accounts_for_is_deleted_and_what_is_foreign_is_left(root: Path) -> None:
+def test_a_repair_deletes_unreferenced_files_of_the_cache_and_keeps_foreign_files(root: Path) -> None:
     ours = [
         root / "shards" / "0123456789abcdef" / "data.lmdb",
         root / "listings" / "0123456789abcdef.fedcba9876543210" / "listing.json",
@@ -174,7 +174,7 @@ def test_what_nothing_accounts_for_is_deleted_and_what_is_foreign_is_left(root: 
     assert {problem.action for problem in found.problems} == {None}
     found = verify(root, repair=True)
     assert sorted(found.foreign) == ["holders/x", "notes.txt", "shards/mine"]
-    # The marker and the catalog that were about to be renamed go with the recovery of every open.
+    # The unfinished new marker and catalog are removed by the recovery of every open.
     assert {problem.file for problem in found.problems} == {
         "shards/0123456789abcdef",
         "shards/00000000000000ff",
@@ -229,7 +229,7 @@ WAYS, EVICTED = ("deleted", "emptied", "garbled", "cut"), ("none", "oldest", "ne
         for how in WAYS
     ],
 )
-def test_a_lost_catalog_is_rebuilt_with_the_same_answers_and_no_draw_is_done_twice(
+def test_a_lost_catalog_is_rebuilt_with_the_same_figures_and_no_sample_is_drawn_twice(
     root: Path, ledger: Path, children: Children, how: str, evicted: str
 ) -> None:
     fill(children, root, ledger, shards=6)
@@ -247,7 +247,7 @@ def test_a_lost_catalog_is_rebuilt_with_the_same_answers_and_no_draw_is_done_twi
     assert found.notes == []
 
     after = answers(root)
-    if evicted != "all":  # with the last shard its dataset is unknown, until it is pulled again
+    if evicted != "all":  # without a shard its dataset is unknown until it is pulled again
         assert after == before
     assert after["sources"] == before["sources"]
     assert verify(root, repair=True).problems == []
@@ -265,7 +265,7 @@ def make_again(root: Path) -> None:
 
 
 def take_away(cache: CacheDir, what: str) -> None:
-    """Evict some shards: also the newest, whose record alone knows of all draws."""
+    """Evict some shards, also the newest, whose record alone knows all draws."""
     from cachetool.cache.removal import delete_trash, retire, sweep
 
     ids = [shard.id for shard in cache.shards()]
@@ -277,7 +277,9 @@ def take_away(cache: CacheDir, what: str) -> None:
 
 
 def test_the_shards_alone_are_enough_for_a_rebuild(root: Path, ledger: Path, children: Children) -> None:
-    """Without listings too: which draws are done is in the newest shard, those of older, evicted ones with it."""
+    """The listings are lost too. The newest shard's record has the finished draws, also those of older, evicted
+    shards.
+    """
     fill(children, root, ledger, shards=5)
     with open_cache(root) as cache:
         take_away(cache, "oldest")
@@ -295,7 +297,7 @@ def test_the_shards_alone_are_enough_for_a_rebuild(root: Path, ledger: Path, chi
     oracle.check()
 
 
-def test_the_old_catalog_stays_until_the_new_one_is_whole(
+def test_the_old_catalog_stays_until_the_new_one_is_complete(
     root: Path, ledger: Path, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(children, root, ledger, shards=3)
@@ -338,7 +340,7 @@ def test_an_old_copy_of_the_catalog_is_noticed_and_replaced(root: Path, ledger: 
 
 @pytest.mark.parametrize("seeds", [pytest.param(25, id="short"), pytest.param(1000, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(3000)
-def test_damaged_pages_of_the_catalog_end_in_the_same_answers(
+def test_a_catalog_with_damaged_pages_is_rebuilt_with_the_same_figures(
     root: Path, ledger: Path, children: Children, figures: Figures, seeds: int
 ) -> None:
     fill(children, root, ledger, shards=8)

@@ -1,4 +1,4 @@
-"""Readers, pullers and evictors at once: no reader ever sees anything but what it leased (13, 14, 15, 25)."""
+"""Readers, pulls and evictions at the same time: a reader sees only the samples that it leased (13, 14, 15, 25)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def fill(root: Path, children: Children, shards: int) -> None:
 def test_readers_are_never_disturbed_by_pulls_and_evictions(
     tmp_path: Path, children: Children, figures: Figures, samples: int
 ) -> None:
-    """Eight readers, half of them by the formats' own libraries, two pullers, two evictors, a cap of three shards."""
+    """Eight readers, half of them through the formats' own libraries, two pulls, two evictors, a cap of three
+    shards.
+    """
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
     cap = OWN + 3 * LARGE_BYTES
     make(root, cap=cap)
@@ -70,8 +72,10 @@ def test_readers_are_never_disturbed_by_pulls_and_evictions(
     "rounds", [pytest.param(40, id="short"), pytest.param(10_000, id="all", marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(3000)
-def test_a_lease_wins_or_comes_too_late_in_every_interleaving(tmp_path: Path, figures: Figures, rounds: int) -> None:
-    """Two readers and an evictor, one step at a time in every order (1,680 of them)."""
+def test_a_lease_keeps_its_shards_or_excludes_evicted_ones_in_every_interleaving(
+    tmp_path: Path, figures: Figures, rounds: int
+) -> None:
+    """Two readers and an evictor, one step at a time in every order (1,680 orders)."""
     rng = random.Random(14)
     seen: set[tuple[str, ...]] = set()
     with open_cache(tmp_path / "cache", max_size="4MB") as cache:
@@ -139,7 +143,7 @@ def stampede(tmp_path: Path, children: Children, evictors: int) -> None:
     fill(root, children, 12)
     with open_cache(root) as cache:
         before = cache.shards()
-        # The cache's own folders grow a little with each process that comes: less than a shard.
+        # Each process adds a few bytes to the cache's own folders, fewer than a shard.
         target = cache.usage().total - sum(shard.bytes for shard in before[:8]) + 4096
     pids = [children.start("evict", root=root, size=target, told=told) for _ in range(evictors)]
     for pid in pids:
@@ -155,7 +159,7 @@ def stampede(tmp_path: Path, children: Children, evictors: int) -> None:
     Oracle(root, tmp_path / "none").check()
 
 
-def test_a_reader_that_sleeps_is_named_and_its_death_frees_the_room(tmp_path: Path, children: Children) -> None:
+def test_a_sleeping_reader_is_named_and_its_death_frees_the_space(tmp_path: Path, children: Children) -> None:
     root, told = tmp_path / "cache", tmp_path / "told"
     make(root)
     with open_cache(root) as cache:
@@ -172,7 +176,7 @@ def test_a_reader_that_sleeps_is_named_and_its_death_frees_the_room(tmp_path: Pa
             for _ in range(5):
                 commit_one(cache, job, format="lmdb", ledger=None, room=room)
 
-        who = rf"cache is full.* after 0.3 s: pid {reader} on \S+ \(.*\) reads default"
+        who = rf"cache is full.*waited 0.3 s.*: pid {reader} on \S+ \(.*\) reads default"
         with pytest.raises(CapBlocked, match=who):
             commit_five()
         os.kill(reader, signal.SIGKILL)
@@ -180,7 +184,7 @@ def test_a_reader_that_sleeps_is_named_and_its_death_frees_the_room(tmp_path: Pa
         commit_one(cache, job, format="lmdb", ledger=None, room=room)
 
 
-def test_the_folder_of_a_slow_writer_is_left_alone(tmp_path: Path, children: Children) -> None:
+def test_the_folder_of_a_slow_writer_is_not_removed(tmp_path: Path, children: Children) -> None:
     root = tmp_path / "cache"
     make(root)
     with (
@@ -194,7 +198,9 @@ def test_the_folder_of_a_slow_writer_is_left_alone(tmp_path: Path, children: Chi
             assert (staging.path / "data.lmdb").read_bytes() == b"half"
 
 
-def test_a_lock_file_that_somebody_deletes_frees_nothing_and_is_made_again(tmp_path: Path, children: Children) -> None:
+def test_a_deleted_lock_file_of_a_living_holder_frees_no_lease_and_is_created_again(
+    tmp_path: Path, children: Children
+) -> None:
     root = tmp_path / "cache"
     fill(root, children, 2)
     with open_cache(root) as cache, cache.snapshot() as snapshot:
@@ -222,7 +228,7 @@ def test_forked_children_use_the_cache_without_harm_to_their_parent(
     Oracle(root, tmp_path / "none").check()
 
 
-def test_sixteen_writers_and_four_readers_wait_for_each_other(tmp_path: Path, children: Children) -> None:
+def test_sixteen_writers_and_four_readers_all_get_the_lock(tmp_path: Path, children: Children) -> None:
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
     make(root, cap="20MB")
     assert children.run("pull", root=root, ledger=ledger).status == 0

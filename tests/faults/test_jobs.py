@@ -1,4 +1,4 @@
-"""Several programs on one cache at once, and the death of one of several processes (9, 16, 20, 22, 23, 24)."""
+"""Several programs on one cache, and the death of one of several processes (9, 16, 20, 22, 23, 24)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_forking_and_a_spawning_job_share_a_cache_with_pulls_and_evictions(
     assert os.listdir(root / "holders") == []
 
 
-def test_pulls_of_one_source_at_once_fetch_each_object_once(tmp_path: Path, objects: Path) -> None:
+def test_simultaneous_pulls_of_one_source_fetch_each_object_once(tmp_path: Path, objects: Path) -> None:
     root = tmp_path / "cache"
     with open_cache(root, max_size="20MB") as cache:
         cache.pull(str(objects), samples=10, workers=1, shard_size=20_000)
@@ -97,14 +97,12 @@ def test_pulls_of_one_source_at_once_fetch_each_object_once(tmp_path: Path, obje
 
 
 @pytest.mark.parametrize("who", ["the command", "one worker"])
-def test_a_pull_of_which_one_process_is_killed_ends_and_gives_everything_back(
-    tmp_path: Path, objects: Path, who: str
-) -> None:
+def test_a_pull_with_a_killed_process_ends_and_returns_everything(tmp_path: Path, objects: Path, who: str) -> None:
     root = tmp_path / "cache"
     pull = start("-m", "cachetool", "pull", objects, "--follow", "--cache", root, "--max-size", "2MB", "--workers", 2)
     workers: list[int] = []
     try:
-        while len(workers) < 2:  # both are in the catalog, beside their parent
+        while len(workers) < 2:  # both workers and their parent are in the catalog
             assert pull.poll() is None, pull.communicate()
             if (root / "cachetool.json").exists():
                 with open_cache(root, create=False) as cache:
@@ -120,8 +118,8 @@ def test_a_pull_of_which_one_process_is_killed_ends_and_gives_everything_back(
     finally:
         pull.kill()
     with open_cache(root) as cache:
-        # A child that was just being started may enter itself once more before it sees that its parent is gone, and has
-        # three seconds to give back what it holds.
+        # A child that is just starting may register once more before it notices that its parent has died. It then
+        # returns its claims within three seconds.
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             others = cache.catalog.rows("SELECT 1 FROM holders WHERE pid != ?", (os.getpid(),))
@@ -142,7 +140,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="the next pid cannot be chosen here")
-def test_a_process_that_gets_the_pid_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path, children: Children) -> None:
+def test_a_process_with_the_pid_of_a_dead_holder_is_not_mistaken_for_it(tmp_path: Path, children: Children) -> None:
     root, told = tmp_path / "cache", tmp_path / "told"
     make(root)
     assert children.run("pull", root=root).status == 0
@@ -151,7 +149,7 @@ def test_a_process_that_gets_the_pid_of_a_dead_holder_is_not_taken_for_it(tmp_pa
         time.sleep(0.01)
     os.kill(holder, signal.SIGKILL)
     children.wait(holder)
-    for _ in range(200):  # another process of the machine may be quicker
+    for _ in range(200):  # another process of the machine may take the pid first
         LAST_PID.write_text(str(holder - 1))
         other = subprocess.Popen(["sleep", "60"])
         if other.pid == holder:

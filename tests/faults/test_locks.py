@@ -1,4 +1,4 @@
-"""Locks that go by accident, or stay by accident: of holders, of transactions, of caches under two names."""
+"""Locks that are lost or kept by accident: of holders, of transactions, of caches under two names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and maps
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A cache of three shards."""
+    """Create a cache of three shards."""
     return filled(tmp_path / "cache")
 
 
@@ -46,7 +46,9 @@ def filled(root: Path) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a script in a session of its own, all of which ends with the test; wait until it says a line."""
+    """Return a function that starts a script in its own session and waits for its first line. The session ends with the
+    test.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def run(*words: object, says: bool = True, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -66,7 +68,7 @@ def start() -> Iterator[Start]:
 
 
 def is_held(root: Path) -> bool:
-    """Whether leases keep the shards from an eviction of all; they are there then, or gone."""
+    """Return True if leases keep all shards from an eviction, False if all were evicted."""
     with open_cache(root) as cache:
         usage = cache.usage()
         try:
@@ -101,7 +103,7 @@ def test_a_lease_ends_with_its_process_though_its_children_live(
         assert is_held(root)
     process.kill()
     process.wait()
-    os.killpg(process.pid, 0)  # somebody of it lives: it would raise
+    os.killpg(process.pid, 0)  # a process of the session still lives; otherwise this call would raise
     assert not is_held(root)
 
 
@@ -119,7 +121,7 @@ def test_a_holder_in_another_pid_namespace_is_alive(root: Path, tmp_path: Path, 
             cache.recover()
 
 
-def test_a_dead_holder_is_dead_though_another_process_has_its_pid(root: Path) -> None:
+def test_a_dead_holder_counts_as_dead_although_another_process_has_its_pid(root: Path) -> None:
     with open_cache(root) as cache:
         with cache.catalog.write() as own:
             own.execute("INSERT INTO holders VALUES ('f0f0f0f0f0f0f0f0', ?, 'here', 'gone', 0)", (os.getpid(),))
@@ -128,7 +130,7 @@ def test_a_dead_holder_is_dead_though_another_process_has_its_pid(root: Path) ->
         assert os.listdir(root / "holders") == [cache.holder.path.name]
 
 
-def test_a_pipe_in_the_place_of_a_lock_stops_nobody(root: Path) -> None:
+def test_a_pipe_in_place_of_a_lock_file_blocks_no_process(root: Path) -> None:
     os.mkfifo(root / "holders" / "f0f0f0f0f0f0f0f0.lock")
     with open_cache(root) as cache:
         assert cache.snapshot().samples == 30
@@ -136,7 +138,9 @@ def test_a_pipe_in_the_place_of_a_lock_stops_nobody(root: Path) -> None:
 
 @pytest.mark.parametrize("commits", [15, pytest.param(50, marks=pytest.mark.soak)])
 def test_no_commit_is_lost_beside_threads_that_read_the_catalogs_file(root: Path, start: Start, commits: int) -> None:
-    """By SQLite's locks alone, which go with each of these reads, the catalog was malformed after some hundred."""
+    """Each such read releases SQLite's own POSIX locks. With these locks alone, the catalog was malformed after some
+    hundred commits.
+    """
     writers = [start("counts_and_copies.py", root, commits, says=False) for _ in range(3)]
     assert [process.wait() for process in writers] == [0] * 3
     with open_cache(root) as cache:
@@ -145,16 +149,14 @@ def test_no_commit_is_lost_beside_threads_that_read_the_catalogs_file(root: Path
 
 
 def stopped(process: subprocess.Popen[str]) -> int:
-    """The pid of a process, once it has stopped itself."""
+    """Return the pid of a process after it has stopped itself."""
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     return process.pid
 
 
 @linux
 @pytest.mark.parametrize("where", ["writing", "reading", "spilling"])
-def test_a_process_that_is_stopped_in_a_transaction_is_named_with_what_to_do(
-    root: Path, start: Start, where: str
-) -> None:
+def test_a_process_stopped_in_a_transaction_is_named_with_the_remedy(root: Path, start: Start, where: str) -> None:
     process = start("stops.py", root, where, says=False)
     pid = stopped(process)
     with CacheDir(root) as cache:
@@ -164,7 +166,7 @@ def test_a_process_that_is_stopped_in_a_transaction_is_named_with_what_to_do(
         assert f"is locked by pid {pid} " in told
         assert "(stops.py) since 20" in told or where == "reading", "one that changes nothing leaves no word"
         assert "which is stopped" in told
-        command = told.partition("let it go on with: ")[2].partition(", or end it with: ")[0]
+        command = told.partition("let it continue with: ")[2].partition(", or end it with: ")[0]
         subprocess.run(command, shell=True, check=True)
         assert process.wait() == 0
         with cache.catalog.write(patience=60):
@@ -173,7 +175,7 @@ def test_a_process_that_is_stopped_in_a_transaction_is_named_with_what_to_do(
 
 @linux
 @pytest.mark.parametrize("where", ["writing", "reading"])
-def test_who_only_looks_goes_past_a_process_that_is_stopped_in_a_transaction(
+def test_commands_that_only_read_work_beside_a_process_stopped_in_a_transaction(
     root: Path, start: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(opening, "_TO_LOOK", 0.1)
@@ -187,7 +189,7 @@ def test_who_only_looks_goes_past_a_process_that_is_stopped_in_a_transaction(
 
 
 @linux
-def test_a_program_that_keeps_sqlites_lock_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_holds_sqlites_lock_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "_LOOKS", 2)
     code = (
         "import sqlite3, sys; other = sqlite3.connect(sys.argv[1], isolation_level=None);"
@@ -206,7 +208,7 @@ def test_a_program_that_keeps_sqlites_lock_is_named(root: Path, monkeypatch: pyt
         other.stdin.close()
 
 
-def test_readers_let_a_waiting_writer_go_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_wait_for_a_waiting_writer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transaction_lock, "_POLITE", 60.0)
     if sys.platform != "linux":
         pytest.skip("only Linux tells who waits")
@@ -236,7 +238,7 @@ def test_readers_let_a_waiting_writer_go_first(root: Path, monkeypatch: pytest.M
     assert order == ["writer", "reader"]
 
 
-def test_a_deleted_lock_of_transactions_is_made_again(root: Path) -> None:
+def test_a_deleted_lock_file_of_transactions_is_created_again(root: Path) -> None:
     lock = root / "catalog.sqlite3-lock"
     with open_cache(root) as cache:
         lock.unlink()
@@ -250,7 +252,7 @@ def test_a_deleted_lock_of_transactions_is_made_again(root: Path) -> None:
 
 
 @linux
-def test_a_lock_outlives_the_closing_of_every_descriptor(tmp_path: Path) -> None:
+def test_a_lock_survives_the_closing_of_every_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     held = os.open(path, os.O_RDWR | os.O_CREAT)
     assert try_lock(held)
@@ -273,12 +275,12 @@ def test_a_kept_descriptor_that_the_program_closed_is_not_closed_again(tmp_path:
     os.dup2(other, held)
     lock.release()
     close_kept(held)
-    os.fstat(held)  # it is still ours
+    os.fstat(held)  # the descriptor still belongs to this test
     for fd in {other, held}:
         os.close(fd)
 
 
-def test_a_cache_that_was_named_by_a_link_stays_the_same_when_the_link_is_switched(root: Path, tmp_path: Path) -> None:
+def test_a_cache_opened_through_a_link_stays_the_same_after_the_link_changes(root: Path, tmp_path: Path) -> None:
     other, link = filled(tmp_path / "other"), tmp_path / "link"
     link.symlink_to(root)
     with open_cache(link) as cache:
@@ -296,7 +298,7 @@ def test_a_cache_that_was_named_by_a_link_stays_the_same_when_the_link_is_switch
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_reads_one_cache_when_its_link_is_switched(tmp_path: Path, workers: int) -> None:
+def test_a_loader_reads_one_cache_although_its_link_changes(tmp_path: Path, workers: int) -> None:
     for name, first in (("one", 0), ("other", 1000)):
         with open_cache(tmp_path / name, max_size="4MB") as cache:
             for at in (0, 50):
@@ -318,20 +320,22 @@ def test_a_loader_reads_one_cache_when_its_link_is_switched(tmp_path: Path, work
 
 @pytest.fixture
 def twin(root: Path, tmp_path: Path) -> Path:
-    """A copy of the cache made of hard links."""
+    """Create a copy of the cache from hard links."""
     shutil.copytree(root, tmp_path / "twin", copy_function=os.link)
     return tmp_path / "twin"
 
 
 @pytest.mark.parametrize("refused", ["root", "twin"])
-def test_a_catalog_with_two_names_is_refused_until_its_remedy_is_done(root: Path, twin: Path, refused: str) -> None:
+def test_a_catalog_with_two_hard_links_is_refused_until_the_advice_is_followed(
+    root: Path, twin: Path, refused: str
+) -> None:
     one, other = (root, twin) if refused == "root" else (twin, root)
     with pytest.raises(CatalogError) as error:
         open_cache(one)
     told = str(error.value)
     assert "hard links" in told
     assert any((each.what, each.state, each.text) == ("catalog", "bad", told) for each in examine(one))
-    subprocess.run(["sh", "-ec", told.partition("make it this cache's own: ")[2]], check=True)
+    subprocess.run(["sh", "-ec", told.partition("separate the two with: ")[2]], check=True)
     with open_cache(one) as cache, open_cache(other) as kept:
         cache.evict(cache.usage().total - 150_000)
         assert len(cache.shards()) == 1
@@ -342,8 +346,8 @@ def test_a_catalog_with_two_names_is_refused_until_its_remedy_is_done(root: Path
         assert kept.catalog.trouble() is None
 
 
-def test_a_journal_with_two_names_is_refused(root: Path, twin: Path) -> None:
-    """One cache would roll the other's transactions back in its own catalog."""
+def test_a_journal_with_two_hard_links_is_refused(root: Path, twin: Path) -> None:
+    """Otherwise one cache would roll back the other cache's transactions in its own catalog."""
     for folder in (root, twin):
         shutil.copy(folder / "catalog.sqlite3", folder / "own")
         os.replace(folder / "own", folder / "catalog.sqlite3")
@@ -352,8 +356,8 @@ def test_a_journal_with_two_names_is_refused(root: Path, twin: Path) -> None:
             open_cache(folder)
 
 
-def test_a_lease_of_one_twin_ends_in_the_other_too(root: Path, tmp_path: Path) -> None:
-    """The lock's file of the holder has two names, as long as it lives."""
+def test_a_lease_in_a_hard_linked_copy_ends_in_both_caches(root: Path, tmp_path: Path) -> None:
+    """The holder's lock file has two names while the holder lives."""
     with open_cache(root) as cache, cache.snapshot():
         twin = shutil.copytree(root, tmp_path / "twin", copy_function=os.link)
         for path in twin.glob("catalog.sqlite3*"):

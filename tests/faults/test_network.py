@@ -1,4 +1,7 @@
-"""A bad network, secrets and hostile names through whole commands; ``docs/reliability.md`` has the counts."""
+"""A bad network, secrets and hostile names through whole commands.
+
+``docs/explanation/reliability.md`` has the counts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Answer = Callable[[Scripted, bytes], None]
 
 
 def body_of(number: int) -> bytes:
-    """What object ``number`` really is."""
+    """Return the real bytes of object ``number``."""
     return random.Random(number).randbytes(3000 + number % 1000)
 
 
@@ -78,9 +81,10 @@ FAULTS: dict[str, Answer] = {
     "count", [pytest.param(150, id="short"), pytest.param(15_000, id="all", marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(1800)
-def test_whatever_a_server_answers_no_wrong_object_is_taken(count: int) -> None:
-    """Rows 39 to 48, 50, 53, 54: an object is what the manifest's checksum says, or an error. The same fault answers
-    the first requests for an object, an honest server the later ones; for some objects there is none."""
+def test_no_wrong_object_is_accepted_from_any_answer_of_a_server(count: int) -> None:
+    """Rows 39 to 48, 50, 53, 54: an object matches the manifest's checksum, or the pull fails. One fault answers the
+    first requests for an object, an honest server answers later requests; for some objects every answer is faulty.
+    """
     names = sorted(FAULTS)
     asked: collections.Counter[int] = collections.Counter()
 
@@ -133,10 +137,11 @@ def _everything(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-@pytest.mark.soak  # half a minute of waiting; tests/stores has the same with clocks of its own
-def test_a_pull_of_which_every_request_is_told_to_slow_down_finishes(tmp_path: Path) -> None:
-    """Row 47: two workers with 32 requests in flight each, all of which are refused at first, with a time and without;
-    each object is then fetched once."""
+@pytest.mark.soak  # half a minute of waiting; tests/stores tests the same with simulated clocks
+def test_a_pull_whose_first_requests_are_all_throttled_finishes(tmp_path: Path) -> None:
+    """Row 47: two workers with 32 requests in flight each. The server refuses all of them at first, with and without a
+    Retry-After. Each object is then fetched once.
+    """
     refused: collections.Counter[str] = collections.Counter()
 
     def script(handler: Scripted) -> None:
@@ -164,8 +169,9 @@ def test_a_pull_of_which_every_request_is_told_to_slow_down_finishes(tmp_path: P
 
 
 def test_no_secret_is_in_any_output_or_file(tmp_path: Path) -> None:
-    """Rows 85 and 86: user and password, a signed query, a token; pulls that end well and badly, all that is said.
-    Another signature is the same source."""
+    """Rows 85 and 86: user and password, a signed query, a token; pulls that succeed and fail; all their output. A URL
+    with another signature is the same source.
+    """
 
     def script(handler: Scripted) -> None:
         name = handler.path.partition("?")[0].rpartition("/")[2]
@@ -214,9 +220,10 @@ def test_no_secret_is_in_any_output_or_file(tmp_path: Path) -> None:
     assert b"CANARY" not in _everything(tmp_path / "cache")
 
 
-def test_hostile_names_write_nothing_outside_and_are_shown_harmlessly(tmp_path: Path) -> None:
-    """Rows 71, 72, 84 and 88: names that lead out, that move the cursor, that a spreadsheet runs. What is there is
-    private whatever the umask."""
+def test_hostile_names_write_nothing_outside_the_cache_and_are_shown_harmlessly(tmp_path: Path) -> None:
+    """Rows 71, 72, 84 and 88: names that lead outside, move the cursor, or run in a spreadsheet. Files are private for
+    any umask.
+    """
     keys = ["=cmd|'calc'!A0.x.npy", "\x1b[2J\x1b]0;owned\x07.x.npy", "a\r\nb.x.npy", "é.x.npy", "e\u0301.x.npy"]
     keys += ["-rf.x.npy", "a\\b.x.npy", "\u202egpj.x.npy", "%2e%2e.x.npy"]
     folder, outside = tmp_path / "data", tmp_path / "cwd"
@@ -256,7 +263,7 @@ def _samples(root: Path) -> list[tuple[str, int]]:
 
 
 def test_an_object_larger_than_memory_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
-    """Row 70, and 69 beside it: an object of 0 bytes is a value like any other."""
+    """Row 70, and row 69 too: an object of 0 bytes is a value like any other."""
     (tmp_path / "data").mkdir()
     for number in range(10):
         (tmp_path / "data" / f"{number}.bin").write_bytes(bytes(5000 if number else 0))
@@ -264,7 +271,7 @@ def test_an_object_larger_than_memory_is_refused_before_it_is_fetched(tmp_path: 
     code, text = _command("pull", str(tmp_path / "data"), "--all", "--max-size", "9MB", cwd=tmp_path, env=env)
     assert code == 0, text
     with (tmp_path / "data" / "huge.bin").open("wb") as file:
-        file.truncate(5 * 2**30)  # of zeros that take no room
+        file.truncate(5 * 2**30)  # a sparse file of zeros takes no space
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30,) * 2);"
         "from cachetool.__main__ import main; sys.argv[0] = 'cachetool'; main()"
@@ -278,6 +285,6 @@ def test_an_object_larger_than_memory_is_refused_before_it_is_fetched(tmp_path: 
         timeout=120,
     )
     assert done.returncode == 3, done.stderr
-    assert "object 'huge.bin' has 5.4 GB, and at most 4.3 GB are read as one; leave it out" in done.stderr
+    assert "object 'huge.bin' has 5.4 GB, but at most 4.3 GB can be read; skip it" in done.stderr
     assert len(_samples(tmp_path / "cache")) == 10
     assert _command("verify", cwd=tmp_path, env=env)[0] == 0

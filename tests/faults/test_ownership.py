@@ -1,4 +1,4 @@
-"""Whose a cache is (rows 83 and 84): folders that others may write to, and links that they plant."""
+"""Ownership of a cache (rows 83 and 84): folders that others may write to, and links that they plant."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_that_any_user_may_write_to_is_no_place_for_a_cache(tmp_path: Path, source: Path) -> None:
-    """Row 84: new or there already, for every command; the way out works, and who wants it so can have it."""
+def test_a_folder_that_any_user_may_write_to_is_refused_as_a_cache(tmp_path: Path, source: Path) -> None:
+    """Row 84: for a new or existing cache and every command. The advice works, and a user can allow such a folder."""
     root = tmp_path / "my cache"
     root.mkdir(mode=0o700)
     os.chmod(root, 0o777)
@@ -61,7 +61,9 @@ def test_a_folder_that_any_user_may_write_to_is_no_place_for_a_cache(tmp_path: P
 
 
 def test_a_cache_of_another_user_is_refused(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 84. Root's are not, nor is anybody's to root: in a container the user of a mounted folder is another."""
+    """Row 84. Caches of root are accepted, and root accepts all caches: in a container a mounted folder has another
+    user.
+    """
     root = tmp_path / "cache"
     with cachetool.open_cache(root, max_size="4MB") as cache:
         cache.pull(str(source), samples=5)
@@ -82,7 +84,7 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path, source: Path, monkey
 
 @contextlib.contextmanager
 def planter(roots: Path, target: Path, count: int, *user: str) -> Iterator[subprocess.Popen[str]]:
-    """Somebody who plants links to ``target`` in all caches below ``roots``, until the end of the block."""
+    """Start a process that plants links to ``target`` in all caches below ``roots``, until the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", PLANT.read_text(), str(roots), str(target), str(count), *user],
         stdin=subprocess.PIPE,
@@ -101,11 +103,12 @@ def planter(roots: Path, target: Path, count: int, *user: str) -> Iterator[subpr
 )
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", ["file", "nothing", "folder"])
-def test_no_link_that_is_planted_where_a_command_writes_is_followed(
+def test_links_planted_at_paths_that_a_command_writes_are_not_followed(
     tmp_path: Path, source: Path, figures: Figures, count: int, what: str
 ) -> None:
-    """Row 83: at locks, the catalog and its journal, listings, shards and the cache's own folders, by somebody who may
-    do all that the cache's user may. Commands may fail for it; what the links lead to is not touched."""
+    """Row 83: at locks, the catalog and its journal, listings, shards and the cache's own folders. The attacker has the
+    rights of the cache's user. Commands may fail, but the targets of the links are not touched.
+    """
     outside = tmp_path / "outside"
     (outside / "kept").mkdir(parents=True)
     (outside / "victim").write_bytes(b"precious")
@@ -124,7 +127,8 @@ def test_no_link_that_is_planted_where_a_command_writes_is_followed(
                     cwd=tmp_path,
                 )
                 codes.append(found.returncode)
-                # 1: what somebody else makes or removes in between may look like a bug, at any of many places.
+                # Exit code 1 is allowed: files that others create or delete in between may look like a bug, at many
+                # places.
                 assert found.returncode in range(7), found.stderr
                 assert "Traceback" not in found.stderr
         assert process.stdout is not None
@@ -141,7 +145,7 @@ def test_no_link_that_is_planted_where_a_command_writes_is_followed(
 @pytest.mark.parametrize(
     "count", [pytest.param(5_000, id="short"), pytest.param(100_000, id="all", marks=pytest.mark.soak)]
 )
-def test_another_user_can_plant_nothing_whatever_the_umask(source: Path, figures: Figures, count: int) -> None:
+def test_another_user_cannot_plant_links_for_any_umask(source: Path, figures: Figures, count: int) -> None:
     """Rows 83 and 84."""
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o755)

@@ -1,7 +1,7 @@
-"""Power cuts: a cache on an ext4 image whose disk stops in the middle of everything (5, 6).
+"""Power cuts: a cache on an ext4 image whose disk stops at any moment (5, 6).
 
-ext4's own way to do that is the ioctl EXT4_IOC_SHUTDOWN: with NOLOGFLUSH everything that was not synced is lost, with
-LOGFLUSH its journal is written and file contents are not, which is how files of length zero come about.
+The ioctl EXT4_IOC_SHUTDOWN simulates that. With NOLOGFLUSH everything that was not synced is lost. With LOGFLUSH the
+journal is written but file contents are not, which creates files of length zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.world import Oracle, cut_power, make
 
 LOGFLUSH, NOLOGFLUSH = 1, 2
 LONGEST = 0.4
-"""Seconds until the power goes, at most."""
+"""Longest time until the power cut, in seconds."""
 
 
 def mount(image: Path, disk: Path) -> bool:
@@ -34,7 +34,7 @@ def mount(image: Path, disk: Path) -> bool:
 def test_no_acknowledged_sample_is_lost_in_a_power_cut(
     tmp_path: Path, children: Children, figures: Figures, cuts: int, flag: int
 ) -> None:
-    """Half of the cuts at a random moment of two pullers and an evictor, half right after an acknowledgement."""
+    """Half of the cuts come at a random moment of two pulls and an evictor, half right after an acknowledgement."""
     image, disk, ledger = tmp_path / "image", tmp_path / "disk", tmp_path / "ledger"
     disk.mkdir()
     with open(image, "wb") as file:
@@ -45,12 +45,12 @@ def test_no_acknowledged_sample_is_lost_in_a_power_cut(
     try:
         root = disk / "cache"
         make(root)
-        os.sync()  # what was before the first cut is not the question
+        os.sync()  # the state before the first cut is not tested
         oracle = Oracle(root, ledger)
         rng = random.Random(flag)
         for number in range(cuts):
             arguments = {"root": root, "ledger": ledger, "format": "all", "evict": True}
-            if number % 2:  # the moment when most is at stake: one shard was acknowledged, and nothing came after it
+            if number % 2:  # the riskiest moment: one shard was just acknowledged, and nothing was written after it
                 shards = rng.randint(1, 4)
                 children.run("pull", **arguments, shards=shards, then_cut=(disk, flag))
             else:

@@ -1,7 +1,7 @@
-"""Draws under kill -9: pulls of a real source, whole process trees and single workers of them killed at any moment.
+"""Draws under kill -9: pulls of a real source whose whole process trees or single workers are killed at any moment.
 
-After every kill the coverage that ``stats`` tells is what was committed, to the sample; after the pass every sample is
-there exactly once. The moment of a kill is the fault itself, not a way to wait for anything.
+After every kill the coverage in ``stats`` equals the committed samples exactly. After the pass every sample is in the
+cache exactly once. The random moment of a kill is the fault itself, not a way to wait for something.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def keys(cache: CacheDir) -> list[str]:
-    """The key of every sample in the cache."""
+    """Return the key of every sample in the cache."""
     found: list[str] = []
     for shard in cache.shards():
         with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
@@ -44,7 +44,7 @@ def children(pid: int) -> list[int]:
 
 
 def start(source: Path, root: Path, workers: int, *more: str) -> subprocess.Popen[bytes]:
-    """Slow enough that a pass lasts longer than the wait for a kill."""
+    """Start a pull that is slow enough for a kill before the end of the pass."""
     command = [sys.executable, "-m", "cachetool", "pull", str(source), "--cache", str(root), "--workers", str(workers)]
     options = ["--shard-size", "15kB", "--all", "--seed", "4", "--max-size", "40MB", "--max-rate", "300kB", "--quiet"]
     return subprocess.Popen(
@@ -56,7 +56,7 @@ def start(source: Path, root: Path, workers: int, *more: str) -> subprocess.Pope
 
 
 def kill_some(process: subprocess.Popen[bytes], rng: random.Random) -> None:
-    """The command, one worker of it, or all of it at once."""
+    """Kill the command, one of its workers, or all of them."""
     victims = [process.pid, *children(process.pid)]
     chosen = rng.choice([victims, [process.pid], [rng.choice(victims)]])
     for pid in chosen:
@@ -65,7 +65,7 @@ def kill_some(process: subprocess.Popen[bytes], rng: random.Random) -> None:
     process.wait()
     for (
         pid
-    ) in victims:  # the rest ends by itself: no two trees of a round are to overlap, so that the counts can be told
+    ) in victims:  # the others end by themselves: two trees of a round must not overlap, so that the counts are exact
         while Path(f"/proc/{pid}").exists():
             time.sleep(0.01)
 
@@ -80,7 +80,7 @@ def committed(root: Path) -> int:
 @pytest.mark.parametrize("grows", [False, True], ids=["fixed", "refreshed"])
 @pytest.mark.parametrize("rounds", [pytest.param(n, id=str(n), marks=pytest.mark.soak) for n in (1, 10)])
 @pytest.mark.timeout(3000)
-def test_a_pass_draws_every_sample_exactly_once_whatever_is_killed(
+def test_a_pass_draws_every_sample_exactly_once_despite_any_kill(
     digits: Path, tmp_path: Path, rounds: int, workers: int, grows: bool
 ) -> None:
     for number in range(rounds):
@@ -94,7 +94,7 @@ def test_a_pass_draws_every_sample_exactly_once_whatever_is_killed(
         kills, most, process = 0, 4 if rounds > 1 else 2, start(source, root, workers)
         before = 0
         while kills < most:
-            # Some of the pass lies between two kills, else nothing but starts would be killed.
+            # Each round must commit some samples before its kill; otherwise only starts would be killed.
             while process.poll() is None and committed(root) <= before:
                 time.sleep(0.01)
             time.sleep(rng.random() * 0.3)

@@ -1,6 +1,6 @@
-"""kill -9 at random moments of two pullers and an evictor on one cache, with an oracle outside of it (fault 2).
+"""kill -9 at random moments of two pulls and an evictor on one cache, checked by an oracle outside the cache (fault 2).
 
-Also a shard of LMDB in the middle of its writes. Zero failures in n kills bound the rate at about
+A shard of LMDB is also killed in the middle of its writes. Zero failures in n kills bound the failure rate at about
 3/n: the soak makes 500 rounds of three kills, and 200 kills of LMDB writers alone.
 """
 
@@ -20,9 +20,9 @@ from tests.faults.tracing import Children
 from tests.faults.world import Oracle, make
 
 LONGEST = 0.4
-"""Seconds between the start and a kill, at most: the fault itself, not a way to wait for anything."""
+"""Longest time in seconds between the start and a kill. The random moment is the fault itself, not a way to wait."""
 WRITING = 0.03
-"""Seconds that the writing of a large shard takes at most, at first; from kill to kill it is learnt how long here."""
+"""First estimate of the longest time in seconds to write a large shard. Each kill refines it for this machine."""
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(8, id="short"), pytest.param(500, id="all", marks=pytest.mark.soak)])
@@ -30,8 +30,9 @@ WRITING = 0.03
 def test_random_kills_lose_nothing_and_commit_nothing_twice(
     tmp_path: Path, children: Children, figures: Figures, rounds: int
 ) -> None:
-    """After every round the whole post-check: nothing acknowledged lost, nothing twice or half, nothing left over,
-    charged bytes those on disk, and a repair finds nothing to do."""
+    """After every round: nothing acknowledged is lost, no sample is doubled or partial, no file is left over, the
+    charged bytes are those on the disk, and a repair has nothing to do.
+    """
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
     make(root)
     oracle = Oracle(root, ledger)
@@ -62,10 +63,10 @@ def test_random_kills_lose_nothing_and_commit_nothing_twice(
 
 @pytest.mark.parametrize("kills", [pytest.param(12, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(3000)
-def test_a_large_shard_is_whole_or_nothing_whenever_its_writer_is_killed(
+def test_a_large_shard_is_complete_or_absent_whenever_its_writer_is_killed(
     tmp_path: Path, children: Children, figures: Figures, kills: int
 ) -> None:
-    """Shards of 1,500 samples in LMDB, killed within a moment of the making of one's file."""
+    """Shards of 1,500 samples in LMDB; the kill comes shortly after the shard's file was created."""
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
     make(root, cap="12MB")
     oracle = Oracle(root, ledger)

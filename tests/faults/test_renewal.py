@@ -1,4 +1,4 @@
-"""A full cache renews: one pull that follows, one trainer, one validation reader, epoch after epoch."""
+"""Renewal of a full cache: one pull with ``--follow``, one trainer, one validation reader, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Puller:
-    """``cachetool pull --follow`` in a process of its own."""
+    """A process that runs ``cachetool pull --follow``."""
 
     def __init__(self, objects: Path, root: Path, *options: str) -> None:
         words = ("pull", objects, "--cache", root, "--max-size", str(CAP), "--follow", "--workers", "1", *options)
@@ -58,7 +58,7 @@ class Puller:
         )
 
     def wait_until_full(self, root: Path) -> None:
-        """Until the pull wants room that it cannot have."""
+        """Wait until the pull needs space that it cannot get."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()
@@ -122,10 +122,10 @@ def soak(*values: object) -> object:
     ids=str,
 )
 @pytest.mark.timeout(1200)
-def test_four_fifths_of_renew_are_replaced_every_epoch(
+def test_each_epoch_replaces_at_least_four_fifths_of_renew(
     tmp_path: Path, objects: Path, figures: Figures, options: tuple[str, ...], held: str, epochs: int
 ) -> None:
-    """The validation reader lets go of its snapshot at once, or holds it until it takes the next."""
+    """The validation reader releases its snapshot at once, or holds it until it takes the next one."""
     root = tmp_path / "cache"
     renew = 0.3 if "--renew" in options else 0.1
     puller = Puller(objects, root, "--to", "hdf5", *options)
@@ -146,13 +146,13 @@ def test_four_fifths_of_renew_are_replaced_every_epoch(
             snapshot.release()
     finally:
         puller.stop()
-    # The first snapshot of a full cache makes the first room; what came for it is in the second.
+    # The first snapshot of a full cache frees the first space. Samples that used it are in the second snapshot.
     figures(epochs=epochs, least_replaced=f"{min(shares[2:]):.3f} of the cap", renew=renew)
     assert min(shares[2:]) >= 0.8 * renew, shares
     assert os.listdir(root / "holders") == []
 
 
-def test_nothing_is_retired_while_no_pull_wants_room(tmp_path: Path, objects: Path) -> None:
+def test_nothing_is_retired_while_no_pull_waits_for_space(tmp_path: Path, objects: Path) -> None:
     root = tmp_path / "cache"
     puller = Puller(objects, root, "--to", "hdf5")
     try:
@@ -161,7 +161,7 @@ def test_nothing_is_retired_while_no_pull_wants_room(tmp_path: Path, objects: Pa
         puller.process.wait()
         with open_cache(root) as cache:
             while cache.recover() or cache.catalog.rows("SELECT 1 FROM jobs"):
-                pass  # its worker ends a moment later
+                pass  # the pull's worker ends a moment later
             full = cache.shards()
             for epoch in range(5):
                 with cache.snapshot() as snapshot:
@@ -172,7 +172,7 @@ def test_nothing_is_retired_while_no_pull_wants_room(tmp_path: Path, objects: Pa
         puller.process.kill()
 
 
-def test_a_pull_with_min_epochs_evicts_only_what_was_trained_on_so_often(
+def test_a_pull_with_min_epochs_evicts_only_samples_trained_that_often(
     tmp_path: Path, objects: Path, figures: Figures
 ) -> None:
     root = tmp_path / "cache"
@@ -187,7 +187,7 @@ def test_a_pull_with_min_epochs_evicts_only_what_was_trained_on_so_often(
                     for shard in snapshot.shards:
                         epochs[shard.id] = epochs.get(shard.id, 0) + 1
                 puller.wait_until_full(root)
-            evicted = cache.stats().evicted  # first, for the pull goes on
+            evicted = cache.stats().evicted  # read first, because the pull continues
             gone = [id for id in epochs if id not in {shard.id for shard in cache.shards()}]
             assert len(gone) > 4
             assert min(epochs[id] for id in gone) >= 2

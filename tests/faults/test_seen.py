@@ -1,4 +1,4 @@
-"""What the processes that parse foreign files can see of whoever started them, and what works in a narrow sandbox."""
+"""Isolation of the processes that parse foreign files from their starter, and operation in a narrow sandbox."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRETS = [
     "PGPASSFILE", "MYSQL_PWD", "REDIS_URL", "SENTRY_DSN", "SLACK_WEBHOOK", "NETRC", "DOCKER_CONFIG", "NPM_CONFIG__AUTH",
     "PIP_INDEX_URL", "https_proxy", "RAY_AUTH_TOKEN", "CACHETOOL_ALLOW_HOSTS", "DBUS_SESSION_BUS_ADDRESS", "GPG_TTY",
     "BORG_PASSPHRASE", "VAULT_ADDR", "ANSIBLE_VAULT", "MY_COMPANY_LOGIN", "pass", "x",
-    # what begins like something that is handed on
+    # names that begin like variables that are passed on
     "PYTHON_KEYRING_BACKEND", "PYTHONPATH_TOKEN", "LC_GITHUB", "HDF5_DRIVER_CONFIG", "LD_AUTH", "PATH2",
 ]  # fmt: skip
 
@@ -39,7 +39,7 @@ def h5(path: Path) -> Path:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_processes: None) -> Any:
-    """The pid of a process that has a foreign file open; all of ``SECRETS`` are in the environment here."""
+    """Return the pid of a process that has a foreign file open. All ``SECRETS`` are in this process's environment."""
     for name in SECRETS:
         monkeypatch.setenv(name, CANARY)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
@@ -50,7 +50,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_processes: None
         yield source.reader
 
 
-def test_a_reader_of_foreign_files_is_told_a_list_of_variables_and_no_other(reader: int) -> None:
+def test_a_reader_of_foreign_files_gets_only_listed_environment_variables(reader: int) -> None:
     told = dict(line.split("=", 1) for line in Path(f"/proc/{reader}/environ").read_text().split("\0") if line)
 
     assert not set(told) & set(SECRETS)
@@ -60,7 +60,7 @@ def test_a_reader_of_foreign_files_is_told_a_list_of_variables_and_no_other(read
     assert CANARY not in Path(f"/proc/{reader}/cmdline").read_text()
 
 
-def test_a_reader_of_foreign_files_has_no_file_and_no_terminal_of_its_starter(reader: int, tmp_path: Path) -> None:
+def test_a_reader_of_foreign_files_inherits_no_file_and_no_terminal(reader: int, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(CANARY)
     with (tmp_path / "secret").open() as file:
         os.set_inheritable(file.fileno(), True)
@@ -72,7 +72,7 @@ def test_a_reader_of_foreign_files_has_no_file_and_no_terminal_of_its_starter(re
     assert str(tmp_path / "secret") not in fds.values()
     assert fds[0] == "/dev/null"
     assert fds[2] == "/dev/null"
-    here = str(tmp_path / "y.h5")  # and what it is to read
+    here = str(tmp_path / "y.h5")  # and the file that it reads
     assert all(name.startswith(("pipe:", "socket:", "/dev/null")) or name == here for name in fds.values()), fds
 
 
@@ -99,7 +99,7 @@ def deny(name, keep_running=True):
 
 
 def sandboxed(call: str, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own where the kernel answers ``call`` with EPERM."""
+    """Run a program in a separate process where the kernel answers ``call`` with EPERM."""
     if os.uname().machine not in ("x86_64", "aarch64"):
         pytest.skip("numbers of system calls are known here for x86-64 and ARM64")
     done = subprocess.run(
@@ -138,8 +138,10 @@ def tar(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("call", "write"), [("setsid", h5), ("memfd_create", tar)])
-def test_a_forbidden_call_costs_nothing_or_a_line(call: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Archives are read in memory without a name, else in a temporary file."""
+def test_a_forbidden_system_call_is_worked_around_or_reported_in_one_line(
+    call: str, write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Archives are read in anonymous memory, or in a temporary file if that is forbidden."""
     done = sandboxed(call, PULL, write(tmp_path / f"x.{write.__name__}"), tmp_path / "cache", 0, 1)
 
     assert "Traceback" not in done.stderr, done.stderr
@@ -148,11 +150,11 @@ def test_a_forbidden_call_costs_nothing_or_a_line(call: str, write: Callable[[Pa
     if call == "setsid":
         assert fed == "6"
     else:
-        assert fed.startswith("feeder processes share memory that memfd_create() makes, which is refused here: ")
+        assert fed.startswith("feeder processes need memfd_create()")
         assert fed.endswith("use workers=0")
 
 
-def test_a_process_that_cannot_be_started_is_a_line(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_started_is_reported_in_one_line(tmp_path: Path) -> None:
     h5(tmp_path / "x.h5")
     program = """
 import sys

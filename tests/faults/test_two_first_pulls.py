@@ -1,4 +1,4 @@
-"""Two first pulls of one source at once, in every order that matters: neither takes away what the other draws."""
+"""Two first pulls of one source at the same time, in every relevant order: neither removes the other pull's source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cache(tmp_path: Path) -> CacheDir:
 
 
 def drawing(cache: CacheDir) -> tuple[str, Claim]:
-    """A pull that is under way, and what its worker draws."""
+    """Start a pull. Return its job and the claim of its worker."""
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         job, _ = open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
@@ -48,7 +48,7 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
     return job, held
 
 
-def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_from(cache: CacheDir) -> None:
+def test_a_pull_that_draws_nothing_does_not_remove_the_source_of_another_pull(cache: CacheDir) -> None:
     job, held = drawing(cache)
     withdraw_unused(cache, "default", SOURCE)
 
@@ -57,16 +57,18 @@ def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_f
         finish(connection, job, held, held.stop, samples=5, skipped=0)
 
 
-def test_draws_whose_claim_is_gone_are_not_committed(cache: CacheDir) -> None:
+def test_draws_whose_claim_was_deleted_are_not_committed(cache: CacheDir) -> None:
     job, held = drawing(cache)
     with cache.catalog.write() as connection:
         connection.execute("DELETE FROM claims")
     for upto in (held.start + 1, held.stop):
-        with pytest.raises(CatalogError, match="run it again"), cache.catalog.write() as connection:
+        with pytest.raises(CatalogError, match="run the pull again"), cache.catalog.write() as connection:
             finish(connection, job, held, upto, samples=5, skipped=0)
 
 
-def test_a_source_that_came_in_meanwhile_keeps_its_listing_or_is_refused(cache: CacheDir, tmp_path: Path) -> None:
+def test_a_source_added_meanwhile_keeps_its_listing_and_a_different_one_is_refused(
+    cache: CacheDir, tmp_path: Path
+) -> None:
     before = cache.source(SOURCE)
     inode = cache.listing(SOURCE).stat().st_ino
     cache.add_source(source(), tmp_path / "listing", new=True)
@@ -77,7 +79,7 @@ def test_a_source_that_came_in_meanwhile_keeps_its_listing_or_is_refused(cache: 
     assert cache.source(SOURCE) == before
 
 
-def test_two_pulls_at_once_bring_every_sample_once(tmp_path: Path) -> None:
+def test_two_simultaneous_pulls_draw_every_sample_once(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     for number in range(120):

@@ -1,4 +1,4 @@
-"""System calls made to kill or to fail, one after another: ``strace`` attached to a child that waits."""
+"""System calls that are killed or fail, one after another: ``strace`` is attached to a waiting child."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANGING = (
     "openat,write,writev,pwrite64,pwritev,pwritev2,ftruncate,truncate,fallocate,fsync,fdatasync,msync,sync_file_range,"
     "copy_file_range,sendfile,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,link,linkat,symlink,symlinkat"
 )
-"""The calls that change files, or make them last."""
+"""The calls that change files or sync them."""
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)")
 _MAKES = re.compile(r"O_(CREAT|WRONLY|RDWR|TRUNC)")
 
@@ -30,27 +30,27 @@ needs_strace = pytest.mark.skipif(
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One call on the way: the ``nth`` of its name that a thread makes."""
+    """One call of a run: the ``nth`` with its name that a thread makes."""
 
     call: str
     nth: int
     text: str
-    """What it did when nothing was wrong."""
+    """The call's arguments and result in the undisturbed run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a child ended."""
+    """The end of a child process."""
 
     status: int
-    """Exit code, or minus the signal."""
+    """The exit code, or minus the signal."""
     kinds: tuple[str, ...] = ()
-    """Class names of the error it raised, most special first."""
+    """The class names of its error, most specific first."""
     text: str = ""
 
 
 class Children:
-    """Starts actions in processes of their own, traced or not."""
+    """A starter of actions in separate processes, traced or not."""
 
     def __init__(self) -> None:
         self._zygote = subprocess.Popen(
@@ -72,7 +72,7 @@ class Children:
         self._zygote.wait(30)
 
     def run(self, action: str, *, inject: str | None = None, paths: tuple[Path, ...] = (), **arguments: Any) -> Outcome:
-        """Do it, with system calls disturbed as strace's ``-e inject=`` says."""
+        """Run the action while strace disturbs system calls by ``-e inject=``."""
         pid = self._start(action, arguments)
         if inject is None:
             return self._go(pid)
@@ -85,7 +85,7 @@ class Children:
         return outcome
 
     def log(self, action: str, log: Path, *, calls: str = CHANGING, **arguments: Any) -> None:
-        """Do it undisturbed, with a log of the calls that change files."""
+        """Run the action undisturbed, and log the calls that change files."""
         pid = self._start(action, arguments)
         tracer = _attach(pid, ["-y", "-s", "40", "-e", f"trace={calls}", "-o", str(log)])
         outcome = self._go(pid)
@@ -93,7 +93,7 @@ class Children:
         tracer.wait(30)
 
     def points(self, action: str, log: Path, *, within: Path, **arguments: Any) -> list[Point]:
-        """The calls of an undisturbed run that change files below ``within``, in their order."""
+        """Return the calls of an undisturbed run that change files below ``within``, in order."""
         self.log(action, log, **arguments)
         count: Counter[tuple[str, str]] = Counter()
         found: dict[tuple[str, int], Point] = {}
@@ -109,13 +109,13 @@ class Children:
         return list(found.values())
 
     def start(self, action: str, **arguments: Any) -> int:
-        """Begin an action; gives its pid, for :meth:`wait`."""
+        """Start an action. Return its pid for :meth:`wait`."""
         pid = self._start(action, arguments)
         self._tell(go=pid)
         return pid
 
     def wait(self, pid: int) -> Outcome:
-        """Until a started action has ended."""
+        """Wait until a started action has ended."""
         self._tell(wait=pid)
         said = self._hear()
         error = said["error"] or {"kinds": [], "text": ""}

@@ -1,8 +1,8 @@
 """A small world for faults: samples that follow from their number, processes that pull, evict and recover, and an
-oracle outside the cache that knows what was acknowledged.
+oracle outside the cache that knows the acknowledged samples.
 
-The functions named in ``ACTIONS`` run in processes of their own (see ``zygote.py``), which are killed or whose system
-calls fail; the rest runs in the test.
+The functions in ``ACTIONS`` run in separate processes (see ``zygote.py``), which are killed or whose system calls fail.
+All other functions run in the test.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ SOURCE = SourceRow(Id("77" * 8), "/nowhere", {}, "identity", "default", 2**30, 2
 PER_SHARD = 12
 CAP = 2_500_000
 LARGE = 150
-"""Samples of a large shard, which takes at most ``LARGE_BYTES`` on disk in any format, and up to twice that while it is
-written."""
+"""Samples of a large shard. Such a shard takes at most ``LARGE_BYTES`` on disk in any format, and up to twice that
+while it is written.
+"""
 LARGE_BYTES = 50 * 4096
 OWN = 1_200_000
-"""Bytes that a cache of this world is charged without any shard, at most."""
+"""Most bytes that a cache of this world is charged without any shard."""
 
 
 def block(numbers: list[int]) -> Block:
-    """The samples with these numbers."""
+    """Return the samples with these numbers."""
     return Block.from_samples(SCHEMA, [sample(number) for number in numbers])
 
 
 def expect(found: Block) -> None:
-    """Every sample of a block must be the one that its number says."""
+    """Assert that every sample of a block is the one with its number."""
     for index in range(len(found)):
         got = found.sample(index)
         wanted = sample(int(got["number"]))
@@ -70,7 +71,7 @@ def expect(found: Block) -> None:
 
 @functools.lru_cache(20_000)
 def sample(number: int) -> dict[str, Any]:
-    """The sample with this number."""
+    """Return the sample with this number."""
     rng = np.random.default_rng(number)
     return {
         "x": rng.standard_normal((3, 40)).astype("<f4"),
@@ -81,13 +82,13 @@ def sample(number: int) -> dict[str, Any]:
 
 
 def numbers_of(turn: int, ranges: list[list[int]]) -> list[int]:
-    """Which samples these positions of a pass are."""
+    """Return the samples at these positions of a pass."""
     order = Permutation(SOURCE.units, seed=SOURCE.seed, pass_number=turn)
     return [int(n) for start, stop in ranges for n in order[np.arange(start, stop)]]
 
 
 def make(root: Path, *, cap: int | str = CAP) -> None:
-    """A new, empty cache that knows the source."""
+    """Create a new, empty cache that knows the source."""
     with open_cache(root, max_size=cap) as cache, tempfile.TemporaryDirectory() as listing:
         cache.declare("default", SCHEMA)
         (Path(listing) / "listing.json").write_text("{}")
@@ -98,7 +99,7 @@ def make(root: Path, *, cap: int | str = CAP) -> None:
 
 
 def acknowledge(ledger: str | None, shard: str, turn: int, numbers: list[int]) -> None:
-    """One durable line, outside of the cache: these samples are committed."""
+    """Append one durable line to a file outside the cache: these samples are committed."""
     if ledger is None:
         return
     fd = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -110,7 +111,7 @@ def acknowledge(ledger: str | None, shard: str, turn: int, numbers: list[int]) -
 def commit_one(
     cache: CacheDir, job: str, *, format: str, ledger: str | None, room: Room | None = None, most: int = PER_SHARD
 ) -> str | None:
-    """Claim, write and commit one shard as a worker of ``pull`` does; None when nothing is left to draw."""
+    """Claim, write and commit one shard as a worker of ``pull`` does. Return None if no draw is left."""
     kind = get_format(format)
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
@@ -152,9 +153,9 @@ def pull(
     largest_file: int = resource.RLIM_INFINITY,
     then_cut: tuple[str, int] | None = None,
 ) -> None:
-    """Open the cache, commit ``shards`` shards (0: for ever) of up to ``most`` samples, close it.
+    """Open the cache, commit ``shards`` shards (0: forever) of up to ``most`` samples, and close it.
 
-    ``then_cut`` is a file system that loses its power, and how, at the moment when the last one is acknowledged.
+    ``then_cut`` is a file system, and the kind of power cut that hits it when the last shard is acknowledged.
     """
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     room = Room(evict=evict, wait=wait)
@@ -179,7 +180,7 @@ EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32), fs/ext4/ext4.h
 
 
 def cut_power(disk: str | Path, flag: int) -> None:
-    """Stop an ext4 file system as a power cut does: nothing reaches its disk any more."""
+    """Stop an ext4 file system as a power cut does: no more bytes reach its disk."""
     fd = os.open(disk, os.O_RDONLY)
     try:
         fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", flag))
@@ -188,7 +189,7 @@ def cut_power(disk: str | Path, flag: int) -> None:
 
 
 def evict(root: str, *, size: int, told: str | None = None) -> None:
-    """Evict down to ``size`` bytes, and append what came of it to the file ``told``."""
+    """Evict down to ``size`` bytes, and append the result to the file ``told``."""
     with open_cache(root, create=False) as cache:
         removal = cache.evict(size)
     if told is not None:
@@ -197,7 +198,7 @@ def evict(root: str, *, size: int, told: str | None = None) -> None:
 
 
 def fork_many(root: str, *, count: int) -> None:
-    """With a cache open and leased, fork children that all use it, some of them through what they inherited."""
+    """Fork children that all use an open and leased cache, some of them through inherited objects."""
     with open_cache(root, create=False) as cache, cache.snapshot() as mine:
         for number in range(count):
             if (pid := os.fork()) == 0:
@@ -205,7 +206,7 @@ def fork_many(root: str, *, count: int) -> None:
                 try:
                     with cache.snapshot() as theirs:
                         assert theirs.shards == mine.shards
-                    mine.release()  # of no effect: it is the parent's
+                    mine.release()  # has no effect: the lease belongs to the parent
                     if number % 2:
                         cache.close()
                     code = 0
@@ -217,18 +218,19 @@ def fork_many(root: str, *, count: int) -> None:
 
 
 def evict_for_ever(root: str, *, seed: int, least: int = OWN + LARGE_BYTES, most: int = CAP) -> None:
-    """Evict down to one size after another."""
+    """Evict down to one size after another, forever."""
     rng = random.Random(seed)
     with open_cache(root, create=False) as cache:
         while True:
-            with contextlib.suppress(CapacityError):  # the others may write more than that at this very moment
+            with contextlib.suppress(CapacityError):  # the other processes may write more than that at this moment
                 cache.evict(rng.randrange(least, most), policy=rng.choice(policy_names()))
             time.sleep(0.01)
 
 
 def read(root: str, *, samples: int, seed: int, library: bool = False, each: int = 256) -> None:
-    """Read random samples, ``each`` of every shard of one snapshot after another, and compare them with what they must
-    be."""
+    """Read random samples, ``each`` of every shard of one snapshot after another, and compare them with the expected
+    ones.
+    """
     rng = np.random.default_rng(seed)
     done = 0
     with open_cache(root, create=False) as cache:
@@ -243,15 +245,15 @@ def read(root: str, *, samples: int, seed: int, library: bool = False, each: int
 
 
 def watch_disk(root: str, *, told: str) -> None:
-    """Ask every 5 ms, by the clock, how many bytes of the disk are taken, those of the catalog and of the history left
-    out; until SIGTERM.
+    """Measure every 5 ms, until SIGTERM, how many bytes of the disk are used, except those of the catalog and the
+    history.
 
-    The most that were taken beside what is taken now, before anything is in the cache, goes into the file ``told``.
+    The largest increase over the use at the start, when the cache is empty, is written to the file ``told``.
     """
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     with contextlib.suppress(PermissionError):
-        os.nice(-19)  # whoever watches must not wait for those who are watched
+        os.nice(-19)  # the observer must not wait for the observed processes
     names = ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new")
 
     def left_out() -> int:
@@ -263,7 +265,7 @@ def watch_disk(root: str, *, told: str) -> None:
 
     def taken() -> int:
         before, disk = left_out(), os.statvfs(root)
-        return -disk.f_bavail * disk.f_frsize - max(before, left_out())  # a new history takes the place of the old one
+        return -disk.f_bavail * disk.f_frsize - max(before, left_out())  # a new history file replaces the old one
 
     first, most, polls, longest = taken(), 0, 0, 0.0
     last = turn = time.monotonic()
@@ -278,34 +280,34 @@ def watch_disk(root: str, *, told: str) -> None:
 
 
 def hold(root: str, *, told: str) -> None:
-    """Lease what is there, say so by making the file ``told``, and sleep."""
+    """Lease the current shards, create the file ``told``, and sleep."""
     with open_cache(root, create=False) as cache, cache.snapshot():
         Path(told).touch()
         time.sleep(600)
 
 
 def recover(root: str) -> None:
-    """Open and close."""
+    """Open and close the cache."""
     with open_cache(root, create=False):
         pass
 
 
 class Quiet:
-    """A channel to nobody."""
+    """A channel without a listener."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Nobody listens."""
+        """Drop the message."""
 
 
 def convert(root: str, *, to: str) -> None:
-    """Replace the oldest shard."""
+    """Convert the oldest shard."""
     with open_cache(root, create=False) as cache:
         oldest = cache.shards()[0].id
     _replace(root, [[oldest]], to=to, most=None)
 
 
 def recut(root: str, *, to: str, most: int) -> None:
-    """Merge all shards into one, or cut the oldest."""
+    """Merge all shards into one, or split the oldest."""
     with open_cache(root, create=False) as cache:
         shards = [shard.id for shard in cache.shards()]
     _replace(root, [shards if most > 10**6 else shards[:1]], to=to, most=most)
@@ -326,7 +328,9 @@ def _replace(root: str, groups: list[list[str]], *, to: str, most: int | None) -
 
 
 def repair(root: str) -> None:
-    """Verify and repair, in this process alone: calls of another one, the reader of records, would be disturbed too."""
+    """Verify and repair in this process only: injected faults would also hit the reader of records, which is another
+    process.
+    """
     PackageReader.check = lambda *_: None  # type: ignore[method-assign, assignment]
     verify(root, repair=True)
 
@@ -339,7 +343,7 @@ def move(root: str) -> None:
 
 
 def create(root: str) -> None:
-    """Make a cache."""
+    """Create a cache."""
     make(Path(root))
 
 
@@ -364,7 +368,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
 
 
 class Oracle:
-    """Knows every acknowledged sample, from a ledger outside of the cache, and every eviction it has seen recorded."""
+    """An oracle that knows every acknowledged sample, from a ledger outside the cache, and every recorded eviction."""
 
     def __init__(self, root: Path, ledger: Path) -> None:
         self.root, self.ledger = root, ledger
@@ -373,18 +377,18 @@ class Oracle:
         self._where: dict[tuple[int, int], str] = {}
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was acknowledged."""
+        """Return the acknowledged lines."""
         return [json.loads(line) for line in self.ledger.read_text().splitlines()] if self.ledger.exists() else []
 
     def follow(self) -> None:
-        """Take note of the evictions recorded so far: the event log is bounded, and long runs make more."""
+        """Record the evictions so far: the event log is bounded, and long runs have more events."""
         with contextlib.closing(sqlite3.connect(self.root / "catalog.sqlite3", timeout=60)) as connection:
             self._decided |= {row[0] for row in connection.execute("SELECT subject FROM events WHERE kind = 'evict'")}
 
     def check(self, *, deep: bool = True, library: bool = False) -> int:
-        """The post-check of the fault catalogue; gives the number of visible samples.
+        """Run the post-check of the fault catalogue. Return the number of visible samples.
 
-        Opening repairs: nothing is left to repair afterwards. ``deep`` reads every visible sample and every byte.
+        Opening recovers, and afterwards no repair is needed. ``deep`` reads every visible sample and every byte.
         """
         with open_cache(self.root, create=False) as cache:
             rows = cache.catalog.rows("SELECT * FROM shards")
@@ -415,7 +419,7 @@ class Oracle:
         assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
 
     def _once(self, row: Any) -> None:
-        """No sample of a pass is in two shards, unless one became the other."""
+        """Assert that no sample of a pass is in two shards, unless one shard replaced the other."""
         for number in numbers_of(row["pass_number"], json.loads(row["draws"])):
             first = self._where.setdefault((row["pass_number"], number), row["lineage"])
             known = {row["lineage"], *self._ancestors.get(row["id"], ())}
@@ -424,7 +428,7 @@ class Oracle:
     def _acknowledged_is_there(self, rows: list[Any]) -> None:
         here = {row["id"] for row in rows} | {row["lineage"] for row in rows}
         ours = {line["shard"] for line in self.lines()}
-        cut = [row for row in rows if row["lineage"] not in ours]  # of such that were cut or merged
+        cut = [row for row in rows if row["lineage"] not in ours]  # of shards that were split or merged
         held = {
             (row["pass_number"], number)
             for row in cut

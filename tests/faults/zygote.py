@@ -1,5 +1,6 @@
-"""A process with everything imported that forks a child for each action it is told, so that a thousand children cost no
-thousand imports. Run as ``python -m tests.faults.zygote``.
+"""A process with all imports that forks a child for each action, so a thousand children need no thousand imports.
+
+Run as ``python -m tests.faults.zygote``.
 
 ::
 
@@ -52,17 +53,18 @@ def main() -> None:
             say(status=os.waitstatus_to_exitcode(status), error=json.loads(text) if text else None)
         else:
             go, start = os.pipe()
-            trouble, report = socket.socketpair()  # not a pipe: calls to write are among those that are made to fail
+            # not a pipe, because write calls are among the calls that are made to fail
+            trouble, report = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 os.close(start)
-                # Where the kernel lets only ancestors trace (Yama), this one may be traced by anybody.
+                # If the kernel allows only ancestors to trace (Yama), this call allows every process to trace this one.
                 libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
                 os.read(go, 1)
                 code = DONE
                 try:
                     world.ACTIONS[told["action"]](**told["arguments"])
-                except BaseException as error:  # noqa: BLE001 - everything is reported
+                except BaseException as error:  # noqa: BLE001 - every error is reported
                     names = [kind.__name__ for kind in type(error).__mro__]
                     known = disk_error(error)
                     names = [type(known).__name__, *names] if known else names

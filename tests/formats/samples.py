@@ -33,7 +33,7 @@ EVERY_KIND = Schema(
         Field("text", "str"),
     )
 )
-"""Every dtype as a scalar, arrays of 1 to 5 dimensions, no values at all, ragged ones, bytes and str."""
+"""Every dtype as a scalar, arrays of 1 to 5 dimensions, empty arrays, ragged arrays, bytes and str."""
 
 EVERY_FIELD = Schema(
     (
@@ -47,11 +47,11 @@ EVERY_FIELD = Schema(
         Field("__key__", "str"),
     )
 )
-"""Every dtype as a scalar, as an array, ragged; of 1 to 5 dimensions; no values; bytes, str, and a key."""
+"""Every dtype as a scalar, as an array and ragged; 1 to 5 dimensions; empty values; bytes, str, and a key."""
 
 
 def values(dtype: np.dtype[Any], shape: Sequence[int], rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Random bits: NaNs with any payload, subnormals, NaT and the extremes come by themselves."""
+    """Return random bits, which include NaNs with any payload, subnormals, NaT and the extremes."""
     count = int(np.prod(shape, dtype=np.int64))
     if dtype.kind == "b":
         return rng.integers(0, 2, size=count).astype(bool).reshape(shape)
@@ -59,7 +59,7 @@ def values(dtype: np.dtype[Any], shape: Sequence[int], rng: np.random.Generator)
 
 
 def sample(schema: Schema, rng: np.random.Generator, *, largest: int = 5) -> dict[str, Any]:
-    """One random sample; sizes of ragged fields, bytes and str from 0 to ``largest``."""
+    """Return one random sample. Sizes of ragged fields, bytes and str are 0 to ``largest``."""
     out: dict[str, Any] = {}
     for field in schema:
         if field.kind == "bytes":
@@ -75,13 +75,13 @@ def sample(schema: Schema, rng: np.random.Generator, *, largest: int = 5) -> dic
 
 
 def block(schema: Schema, count: int, *, seed: int = 0, largest: int = 5) -> Block:
-    """``count`` random samples."""
+    """Return ``count`` random samples."""
     rng = np.random.default_rng(seed)
     return Block.from_samples(schema, [sample(schema, rng, largest=largest) for _ in range(count)])
 
 
 def big_endian(content: Block) -> Block:
-    """The same values in the other byte order, with other bytes between them."""
+    """Return the same values in the other byte order, with other bytes between them."""
 
     def turned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.repeat(values.astype(values.dtype.newbyteorder(">")), 2, axis=0)[::2]
@@ -133,7 +133,7 @@ _names = st.one_of(
 
 @st.composite
 def schemas(draw: st.DrawFn) -> Schema:
-    """Random schemas of one to five fields of any kind, by any name that a field may have."""
+    """Generate schemas of one to five fields of any kind, with any name that a field may have."""
     names = draw(st.lists(_names, min_size=1, max_size=5, unique=True).filter(lambda names: _possible(*names)))
     fields = []
     for name in names:
@@ -152,7 +152,7 @@ def schemas(draw: st.DrawFn) -> Schema:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> Block:
-    """Random blocks of none, one, or up to 30 samples; now and then with values of several pages."""
+    """Generate blocks of no sample, one sample, or up to 30 samples; some have values of several pages."""
     return block(
         draw(schemas()),
         draw(st.one_of(st.integers(0, 1), st.integers(2, 30))),
@@ -180,7 +180,7 @@ def write(
 
 
 def on_disk(path: Path) -> int:
-    """Bytes that ``path`` and everything in it takes, allocated or apparent, whichever is larger."""
+    """Return the bytes of ``path`` and its contents, allocated or apparent, whichever is larger."""
     paths = [path, *(path.rglob("*") if path.is_dir() else ())]
     found = [os.lstat(p) for p in paths]
     return max(sum(s.st_blocks * 512 for s in found), sum(s.st_size for s in found))

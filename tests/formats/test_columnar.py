@@ -1,4 +1,4 @@
-"""What HDF5 and Zarr promise alike: bounds, shards cut short, empty ones, damage found, rows in any order."""
+"""Common promises of HDF5 and Zarr: bounds, shards cut short, empty shards, detected damage, rows in any order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(
     mode: str | None = None,
     step: int = 7,
 ) -> Written:
-    """A shard of ``content``, in blocks of ``step`` samples, announced as ``capacity`` samples."""
+    """Write a shard of ``content`` in blocks of ``step`` samples, announced as ``capacity`` samples."""
     most = content.samples if capacity is None else capacity
     nbytes = content.nbytes + (most - content.samples) * content.schema.fixed_nbytes
     writer = kind.create(path, content.schema, samples=most, nbytes=nbytes, compression=mode)
@@ -48,7 +48,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_far_apart_are_read_apart_and_neighbours_together(
+def test_distant_rows_are_read_separately_and_adjacent_rows_together(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schema = Schema((Field("x", "<u4", (256,)), Field("b", "bytes")))
@@ -71,10 +71,10 @@ def test_rows_far_apart_are_read_apart_and_neighbours_together(
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 @pytest.mark.parametrize(("capacity", "samples"), [(23, 23), (300, 9), (60, 0)])
-def test_the_bound_holds_at_every_moment(
+def test_the_bound_is_never_exceeded_while_a_shard_is_written(
     tmp_path: Path, name: str, mode: str | None, capacity: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured before and after every write to a file, and after every file is cut to its size."""
+    """Measured before and after every write to a file, and after every truncation."""
     from cachetool.formats.files import BulkFile
 
     few = (Field("n/n", "<i8"), Field("x", "<f4", (5, 5)), Field("s", "str"), Field("b", "bytes"))
@@ -109,7 +109,7 @@ def test_the_bound_holds_at_every_moment(
     capacity=st.integers(1, 120),
     share=st.floats(0, 1),
 )
-def test_a_shard_cut_short_is_small_and_whole(
+def test_a_shard_with_fewer_samples_than_announced_is_small_and_complete(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -118,7 +118,7 @@ def test_a_shard_cut_short_is_small_and_whole(
     capacity: int,
     share: float,
 ) -> None:
-    """Whatever part of the announced samples comes, through arrays that were placed for all of them."""
+    """Any share of the announced samples arrives, in arrays that were placed for all of them."""
     for module in (hdf5, zarr):
         monkeypatch.setattr(module, "STREAM_BYTES", 2**14)
     fixed = [Field(f"f/{i}" if i % 2 else f"f{i}", "|u1", (size,)) for i, size in enumerate(sizes)]
@@ -144,8 +144,8 @@ def _remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_arrays_do_not_wait_in_memory(tmp_path: Path, name: str) -> None:
-    """Growing the shard of a fixed schema does not grow the anonymous memory of the process."""
+def test_large_arrays_are_not_buffered_in_memory(tmp_path: Path, name: str) -> None:
+    """A larger shard of a fixed schema does not increase the anonymous memory of the process."""
     kind = get_format(name)
     schema = Schema((Field("x", "<f8", (2**17,)), Field("y", "<i4")))
     content = Block(schema, {"x": np.ones((8, 2**17)), "y": np.arange(8, dtype="<i4")})
@@ -168,8 +168,10 @@ def _anonymous_memory() -> int:
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_a_file_cut_anywhere_is_found(tmp_path: Path, name: str, mode: str | None) -> None:
-    """Opening or reading names the file; no cut gives samples that are not those that were written."""
+def test_a_file_truncated_anywhere_is_detected(tmp_path: Path, name: str, mode: str | None) -> None:
+    """Opening or reading raises an error that names the file; no truncation returns other samples than the written
+    ones.
+    """
     kind = get_format(name)
     schema = Schema((Field("x", "<f8", (3, 2)), Field("n/n", "<i8"), Field("r", "<M8[D]", (None,)), Field("s", "str")))
     content = block(schema, 40, largest=400)
@@ -215,7 +217,7 @@ def test_a_description_of_more_samples_than_rows_is_refused(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_shard_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_no_shard_is_refused(tmp_path: Path, name: str) -> None:
     kind = get_format(name)
     (tmp_path / "junk").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(5000))
     (tmp_path / "folder").mkdir()
@@ -228,7 +230,7 @@ def test_what_is_no_shard_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("field", ["x", "x.offsets", "x.shapes"])
 def test_an_index_that_does_not_fit_names_field_and_sample(tmp_path: Path, name: str, field: str) -> None:
-    """Offsets and shapes changed through the format's own library, as a writer with a bug would leave them."""
+    """Offsets and shapes are changed through the format's own library, as a faulty writer would leave them."""
     kind, schema = get_format(name), Schema((Field("x", "<f4", (None,)),))
     path = tmp_path / "data"
     write(kind, path, Block.from_samples(schema, [{"x": np.arange(k, dtype="f4")} for k in (2, 3, 4)]))
@@ -260,14 +262,16 @@ def _replace(kind: Format, path: Path, name: str, values: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path, name: str, mode: str | None) -> None:
+def test_too_little_disk_space_is_an_error_before_anything_is_written(
+    tmp_path: Path, name: str, mode: str | None
+) -> None:
     kind, schema = get_format(name), Schema((Field("x", "<f4", (2**16,)),))
     content = block(schema, 8)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer: Any = None
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
     try:
-        with pytest.raises(CapacityError, match="no room for"):  # noqa: PT012 - where it is said is the format's affair
+        with pytest.raises(CapacityError, match="no space for"):  # noqa: PT012 - where it is said is the format's affair
             writer = kind.create(tmp_path / "data", schema, samples=8, nbytes=content.nbytes, compression=mode)
             writer.write(content)
             writer.finish()
@@ -280,7 +284,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path, name: st
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_an_aborted_shard_lets_go_of_its_files(tmp_path: Path, name: str, mode: str | None, blocks: int) -> None:
+def test_an_aborted_shard_closes_its_files(tmp_path: Path, name: str, mode: str | None, blocks: int) -> None:
     kind, content = get_format(name), block(EVERY_KIND, 500)
     writer = kind.create(tmp_path / "data", EVERY_KIND, samples=5000, nbytes=10 * content.nbytes, compression=mode)
     for _ in range(blocks):
@@ -300,7 +304,7 @@ def _open_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_options_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, name: str) -> None:
     kind = get_format(name)
 
     with pytest.raises(UsageError, match="no compression 'snappy'; use one of"):

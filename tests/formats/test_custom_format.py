@@ -1,4 +1,4 @@
-"""The example of a fifth format: installed as somebody's package it does all that the four others do."""
+"""The example of a fifth format: installed as a user's package, it works like the four built-in formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ EXAMPLE = ROOT / "examples" / "custom_format.py"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder on the path as an installer leaves it: the module, and the entry points of the example's own lines."""
+    """Create a folder on the path as an installer leaves it: the module, and the entry points from the example's
+    docstring.
+    """
     place = tmp_path_factory.mktemp("site")
     text = EXAMPLE.read_text()
     (place / "custom_format.py").write_text(text)
@@ -41,7 +43,7 @@ def run(installed: Path, *line: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_it_passes_the_contract_of_formats(installed: Path) -> None:
+def test_the_example_format_passes_the_contract_of_formats(installed: Path) -> None:
     told = run(
         installed,
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", "npydir", "tests/contracts/test_formats.py",
@@ -70,7 +72,7 @@ with CacheDataset("cache", fields=["v", "n"]) as dataset:
 """
 
 
-def test_pull_convert_both_ways_verify_and_training(installed: Path, tmp_path: Path) -> None:
+def test_the_example_format_works_for_pull_convert_verify_and_training(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "remote").mkdir()
     for number in range(40):
         np.save(tmp_path / "remote" / f"{number:02d}.v.npy", np.full((3, 4), number, dtype=np.float32))

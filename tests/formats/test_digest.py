@@ -1,4 +1,4 @@
-"""Checksums in their canonical encoding, and the two digests."""
+"""Checksums over the canonical encoding of values, and the two digests of a shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.formats.samples import block, blocks
 
 
 def test_the_encoding_is_the_documented_one() -> None:
-    """Little-endian C-order bytes; ragged: int64 shape first; bytes and str raw."""
+    """Little-endian bytes in C order; ragged values begin with the shape as int64; bytes and str are raw."""
     schema = Schema(
         (
             Field("a", "<i2", (2, 2)),
@@ -48,7 +48,7 @@ def test_the_encoding_is_the_documented_one() -> None:
 
 
 def test_byte_order_and_strides_leave_no_trace() -> None:
-    """The same values in a source's own layout have the same checksums."""
+    """The same values in a source's own memory layout have the same checksums."""
     schema = Schema((Field("x", "<f4", (3,)),))
     x = np.random.default_rng(0).random((8, 6), dtype=np.float32)
     plain = checksums(Block(schema, {"x": np.ascontiguousarray(x[::2, ::2])}))
@@ -56,24 +56,24 @@ def test_byte_order_and_strides_leave_no_trace() -> None:
     assert (checksums(Block(schema, {"x": x[::2, ::2].astype(">f4")})) == plain).all()
 
 
-def test_shape_counts_for_ragged_values() -> None:
-    """(2, 3) and (3, 2) of the same bytes differ."""
+def test_the_checksum_of_a_ragged_value_includes_its_shape() -> None:
+    """Shapes (2, 3) and (3, 2) of the same bytes differ."""
     schema = Schema((Field("r", "u1", (None, None)),))
     a, b = np.arange(6, dtype="u1").reshape(2, 3), np.arange(6, dtype="u1").reshape(3, 2)
     (found,) = checksums(Block.from_samples(schema, [{"r": a}, {"r": b}]))
     assert found[0] != found[1]
 
 
-def test_canonical_keeps_what_is_canonical() -> None:
-    """No copy of a column that is already as it should be."""
+def test_canonical_columns_are_not_copied() -> None:
+    """A column that is already canonical is returned as it is."""
     content = block(Schema((Field("x", "<f4", (3,)), Field("t", "str"))), 5)
     again = canonical(content)
     assert np.shares_memory(again.columns["x"], content.columns["x"])  # type: ignore[arg-type]
     assert np.shares_memory(again.columns["t"].values, content.columns["t"].values)  # type: ignore[union-attr]
 
 
-def test_columns_that_are_not_of_the_schema_are_refused() -> None:
-    """Every way to be wrong, each naming the field."""
+def test_columns_that_contradict_the_schema_are_refused() -> None:
+    """Every possible contradiction, each with the field's name in the error."""
     fixed, ragged = Schema((Field("x", "<f4", (2,)),)), Schema((Field("x", "<f4", (None,)),))
     values, offsets = np.zeros(4, "<f4"), np.array([0, 2, 4])
     for schema, column in (
@@ -91,8 +91,8 @@ def test_columns_that_are_not_of_the_schema_are_refused() -> None:
 
 
 @given(content=blocks(), data=st.data())
-def test_the_content_digest_is_free_of_cuts(content: Block, data: st.DataObject) -> None:
-    """Any cut into blocks gives the same digest; swapping two different samples another."""
+def test_the_content_digest_does_not_depend_on_the_blocks(content: Block, data: st.DataObject) -> None:
+    """Any division into blocks has the same digest; swapping two different samples changes it."""
     whole, cut = ContentDigest(content.schema), ContentDigest(content.schema)
     whole.update(checksums(content))
     at = data.draw(st.integers(0, content.samples))
@@ -106,8 +106,8 @@ def test_the_content_digest_is_free_of_cuts(content: Block, data: st.DataObject)
     assert (other.hexdigest() == whole.hexdigest()) == bool((checksums(reverse) == checksums(content)).all())
 
 
-def test_the_content_digest_begins_with_the_schema() -> None:
-    """No samples of two schemas are not the same content."""
+def test_the_content_digest_includes_the_schema() -> None:
+    """Zero samples of two schemas are different contents."""
     assert (
         ContentDigest(Schema((Field("a", "u1"),))).hexdigest() != ContentDigest(Schema((Field("b", "u1"),))).hexdigest()
     )
@@ -125,8 +125,10 @@ def folder(tmp_path: Path) -> Path:
     return shard
 
 
-def test_the_file_digest_sees_every_change(folder: Path) -> None:
-    """A flipped bit, a renamed, moved, added, emptied or grown file; but neither shard.json nor times."""
+def test_the_file_digest_changes_with_every_change_of_the_files(folder: Path) -> None:
+    """A flipped bit, or a renamed, moved, added, emptied or grown file changes the digest; shard.json and times do
+    not.
+    """
     seen = {file_digest(folder)}
     os.utime(folder / "a", (0, 0))
     (folder / "shard.json").write_text('{"changed": 1}')
@@ -155,7 +157,7 @@ def test_the_file_digest_sees_every_change(folder: Path) -> None:
 
 
 def test_bytes_moved_between_files_change_the_digest(tmp_path: Path) -> None:
-    """Names and lengths are part of it: ``ab`` + ``c`` is not ``a`` + ``bc``."""
+    """Names and lengths are part of the digest: ``ab`` + ``c`` differs from ``a`` + ``bc``."""
     for name, first, second in (("one", b"ab", b"c"), ("two", b"a", b"bc")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_bytes(first)
@@ -172,7 +174,7 @@ def test_a_single_file_is_digested_without_its_name(tmp_path: Path) -> None:
 
 
 def test_links_and_pipes_are_no_part_of_a_shard(folder: Path) -> None:
-    """They are named, not followed, and nobody waits for a pipe."""
+    """The error names them. A link is not followed, and no read waits for a pipe."""
     (folder / "link").symlink_to(folder / "a")
     with pytest.raises(CorruptError, match="link"):
         file_digest(folder)

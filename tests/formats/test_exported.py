@@ -18,7 +18,7 @@ ABOUT: dict[str, Any] = {
 }
 
 
-def test_a_description_says_format_fields_and_files_in_order() -> None:
+def test_a_description_has_the_format_the_fields_and_the_files_in_order() -> None:
     dataset = parse_dataset(json.dumps(ABOUT).encode())
 
     assert (dataset.format, dataset.schema.names) == ("lmdb", ("x",))
@@ -45,7 +45,7 @@ def test_a_later_layout_is_corrupt_with_both_versions() -> None:
     ],
     ids=str,
 )
-def test_what_convert_does_not_write_is_a_value_error(change: dict[str, Any]) -> None:
+def test_values_that_convert_never_writes_are_a_value_error(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_dataset(json.dumps({**ABOUT, **change}).encode())
 
@@ -53,6 +53,6 @@ def test_what_convert_does_not_write_is_a_value_error(change: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000], ids=["empty", "list", "bare", "text", "deep"]
 )
-def test_what_is_no_description_is_a_value_error(raw: bytes) -> None:
+def test_json_that_is_no_description_is_a_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_dataset(raw)

@@ -1,4 +1,4 @@
-"""Preallocated files, runs of bytes, names of formats."""
+"""Preallocated files, copies of byte runs, names of formats."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from cachetool.formats.reading import ExtentsReader, field_extents, load_extents
 from cachetool.formats.runs import copy_runs, ends, windows
 
 
-def test_a_bulk_file_takes_its_bound_at_once_and_gives_the_rest_back(tmp_path: Path) -> None:
-    """Allocated when created, within :func:`allocated_bound`; cut to what was written."""
+def test_a_bulk_file_allocates_its_bound_at_creation_and_returns_the_excess(tmp_path: Path) -> None:
+    """Allocated at creation, within :func:`allocated_bound`; truncated to the written bytes."""
     path = tmp_path / "f"
     file = BulkFile.create(path, 1_000_000)
     assert 1_000_000 <= path.stat().st_blocks * 512 <= allocated_bound(1_000_000)
@@ -44,8 +44,10 @@ def test_a_bulk_file_takes_its_bound_at_once_and_gives_the_rest_back(tmp_path: P
     file.close()
 
 
-def test_many_buffers_and_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More buffers than one system call takes, and a kernel that writes less than asked: all bytes, in order."""
+def test_all_bytes_are_written_despite_many_buffers_and_short_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers are more than one system call accepts, and the kernel writes fewer bytes than requested."""
     real, rng = os.pwritev, np.random.default_rng(0)
 
     def short(fd: int, views: list[memoryview], offset: int) -> int:
@@ -61,7 +63,7 @@ def test_many_buffers_and_short_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "f").read_bytes() == b"head" + b"".join(parts)
 
 
-def test_whole_huge_pages_are_written_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_huge_pages_are_written_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really, calls = os.pwritev, []
 
     def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -79,8 +81,8 @@ def test_whole_huge_pages_are_written_by_one_call(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "f").read_bytes() == b"abc" + data.tobytes()
 
 
-def test_finish_may_cut_or_grow(tmp_path: Path) -> None:
-    """A size given wins over what was appended."""
+def test_finish_may_shrink_or_grow_the_file(tmp_path: Path) -> None:
+    """A given size overrides the number of appended bytes."""
     file = BulkFile.create(tmp_path / "f", 100)
     file.append(b"abcdef")
     assert file.finish(4) == 4
@@ -88,7 +90,7 @@ def test_finish_may_cut_or_grow(tmp_path: Path) -> None:
 
 
 def test_an_existing_path_is_refused(tmp_path: Path) -> None:
-    """File or link; what is there stays."""
+    """The path is a file or a link; its contents stay."""
     (tmp_path / "f").write_bytes(b"old")
     (tmp_path / "l").symlink_to(tmp_path / "nowhere")
     for name in ("f", "l"):
@@ -98,8 +100,8 @@ def test_an_existing_path_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_no_room_names_the_bytes_and_leaves_no_file(tmp_path: Path) -> None:
-    """Larger than any file can be (EFBIG)."""
+def test_too_little_space_names_the_bytes_and_leaves_no_file(tmp_path: Path) -> None:
+    """The size is larger than any file can be (EFBIG)."""
     with pytest.raises(CapacityError, match=str(2**61)):
         BulkFile.create(tmp_path / "f", 2**61)
     assert not (tmp_path / "f").exists()
@@ -107,7 +109,7 @@ def test_no_room_names_the_bytes_and_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_a_capacity_error(number: int, tmp_path: Path) -> None:
-    """All three ways of the kernel to say so; others stay what they are."""
+    """The kernel has three such errors. Other errors keep their class."""
     with pytest.raises(CapacityError, match="1234 bytes"), capacity_errors(tmp_path, 1234):
         raise OSError(number, os.strerror(number))
     with pytest.raises(PermissionError), capacity_errors(tmp_path, 1234):
@@ -115,7 +117,7 @@ def test_a_full_disk_is_a_capacity_error(number: int, tmp_path: Path) -> None:
 
 
 def test_a_file_size_limit_is_a_capacity_error(tmp_path: Path) -> None:
-    """``ulimit -f``, which for LMDB's memory map would otherwise be a SIGBUS or SIGXFSZ."""
+    """LMDB's memory map would otherwise raise SIGBUS or SIGXFSZ under ``ulimit -f``."""
     code = (
         "import sys, pathlib, numpy, cachetool.core.errors as e\n"
         "from cachetool.formats import get_format\n"
@@ -134,11 +136,11 @@ def test_a_file_size_limit_is_a_capacity_error(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 4, done.stderr
-        assert "no room for" in done.stdout
+        assert "no space for" in done.stdout
 
 
-def test_write_durably(tmp_path: Path) -> None:
-    """Whole, new, and refused where something is."""
+def test_write_durably_creates_a_new_complete_file(tmp_path: Path) -> None:
+    """An existing path is refused."""
     write_durably(tmp_path / "f", b"data")
     assert (tmp_path / "f").read_bytes() == b"data"
     write_durably(tmp_path / "e", b"")
@@ -148,8 +150,8 @@ def test_write_durably(tmp_path: Path) -> None:
     fsync_folder(tmp_path)
 
 
-def test_a_map_outlives_its_file(tmp_path: Path) -> None:
-    """An empty file maps to nothing; an unlinked one stays readable."""
+def test_a_map_stays_readable_after_its_file_was_deleted(tmp_path: Path) -> None:
+    """A map of an empty file is empty; an unlinked file stays readable."""
     (tmp_path / "e").write_bytes(b"")
     assert map_file(tmp_path / "e").tolist() == []
     (tmp_path / "f").write_bytes(b"abc")
@@ -164,8 +166,8 @@ def test_a_map_outlives_its_file(tmp_path: Path) -> None:
     equal=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_copy_runs_is_a_loop_of_slices(sizes: list[int], equal: bool, seed: int) -> None:
-    """Every strategy, small and large, equal and mixed, gives what a plain loop gives."""
+def test_copy_runs_equals_a_loop_of_slices(sizes: list[int], equal: bool, seed: int) -> None:
+    """Every strategy, for small and large, equal and mixed runs, copies the same bytes as a plain loop."""
     if equal and sizes:
         sizes = [sizes[0]] * len(sizes)
     rng = np.random.default_rng(seed)
@@ -181,7 +183,7 @@ def test_copy_runs_is_a_loop_of_slices(sizes: list[int], equal: bool, seed: int)
 
 
 def test_runs_outside_their_buffer_are_refused() -> None:
-    """No negative position, nothing past the end, on either side."""
+    """Neither a negative position nor a position beyond the end is accepted, on either side."""
     small, large = np.zeros(4, "u1"), np.zeros(100, "u1")
     for to, start, size in ((0, -1, 2), (-1, 0, 2), (3, 0, 2), (0, 99, 2), (0, 0, -1)):
         with pytest.raises(IndexError):
@@ -190,8 +192,8 @@ def test_runs_outside_their_buffer_are_refused() -> None:
         windows(small, 2)[np.array([3])]
 
 
-def test_extents_keep_two_numbers_for_a_constant_stride() -> None:
-    """And arrays for anything else."""
+def test_extents_with_a_constant_stride_keep_two_numbers() -> None:
+    """Other extents keep arrays."""
     field = Field("x", "<f4", (2,))
     at = np.array([10, 30, 50])
     assert field_extents(field, offsets=at) == FieldExtents(start=10, stride=20, nbytes=8)
@@ -205,7 +207,7 @@ def test_extents_keep_two_numbers_for_a_constant_stride() -> None:
 
 
 def test_extents_of_another_schema_or_damaged_ones_are_corrupt(tmp_path: Path) -> None:
-    """The message names the file."""
+    """The error names the file."""
     schema = Schema((Field("x", "<f4", (2,)),))
     extents = Extents(3, ("f",), {"x": FieldExtents(nbytes=8, stride=8)}, np.zeros((1, 3), dtype=np.uint64))
     path = write_extents(tmp_path, extents)
@@ -224,8 +226,8 @@ def test_an_extent_before_the_file_is_corrupt(tmp_path: Path) -> None:
         reader.take(np.array([0]))
 
 
-def test_formats_by_name_and_suffix() -> None:
-    """Ours come first; unknown names and suffixes are refused with the known ones."""
+def test_formats_are_found_by_name_and_suffix() -> None:
+    """Built-in formats come first. The error about an unknown name or suffix lists the known ones."""
     assert format_names()[:4] == ("lmdb", "hdf5", "zarr", "tfrecord")
     assert get_format("lmdb") is get_format("lmdb")
     assert format_for("a/B.LMDB").name == "lmdb"
@@ -238,7 +240,7 @@ def test_formats_by_name_and_suffix() -> None:
 
 
 def test_a_format_of_another_package_is_found(tmp_path: Path) -> None:
-    """One entry point in somebody else's metadata is enough; it cannot take a name of ours."""
+    """One entry point in the metadata of another package is enough. It cannot replace a built-in name."""
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
@@ -258,7 +260,7 @@ def test_a_format_of_another_package_is_found(tmp_path: Path) -> None:
 
 
 def test_naming_a_format_imports_no_library() -> None:
-    """Neither by name nor by suffix of another format."""
+    """Neither by its name nor by its suffix."""
     code = (
         "import sys\nfrom cachetool.formats import format_for, format_names, get_format\n"
         "format_names(); get_format('tfrecord'); format_for('x.tfrecord')\n"

@@ -1,4 +1,4 @@
-"""HDF5 files as h5py alone sees them, and files that must not be believed."""
+"""HDF5 files as h5py alone reads them, and files that must not be trusted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "data.h5"
 
 
-def test_h5py_finds_every_array_contiguous_and_of_its_type(path: Path) -> None:
+def test_h5py_reads_every_array_as_contiguous_and_with_its_dtype(path: Path) -> None:
     content = block(EVERY_KIND, 17)
 
     written = write(HDF5, path, content)
@@ -49,7 +49,7 @@ def test_h5py_finds_every_array_contiguous_and_of_its_type(path: Path) -> None:
             dataset, column = file[field.name], content.columns[field.name]
             assert dataset.chunks is None
             assert dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS
-            assert h5py.h5g.get_objinfo(file.id, field.name.encode()).mtime == 0  # no time of day
+            assert h5py.h5g.get_objinfo(file.id, field.name.encode()).mtime == 0  # no time stamp is stored
             values = column.values if isinstance(column, Ragged) else column
             stored = dataset[()]
             if field.numpy.kind in "mM":
@@ -67,8 +67,8 @@ def test_h5py_finds_every_array_contiguous_and_of_its_type(path: Path) -> None:
                 assert int(extents.locate(np.array([0]))[0][0]) == start
 
 
-def test_the_file_is_readable_by_hdf5_1_10_and_grows_with_its_samples_only(path: Path) -> None:
-    """Superblock 0; a byte more of values is a byte more of file."""
+def test_the_file_is_readable_by_hdf5_1_10_and_grows_only_with_its_samples(path: Path) -> None:
+    """The superblock is version 0. One more byte of values makes the file one byte larger."""
     schema = Schema((Field("x", "|u1", (64,)), Field("y", "|u1", (64,))))
     sizes = []
     for samples in (50, 100):
@@ -90,7 +90,7 @@ def test_the_file_is_readable_by_hdf5_1_10_and_grows_with_its_samples_only(path:
 def test_arrays_of_64_kib_begin_at_a_page_however_many_samples_were_announced(
     rows: list[int], samples: int, announced: int
 ) -> None:
-    """Law of the layout: from a page memory is copied faster. Arrays move when fewer samples come; none is hurt."""
+    """Memory is copied faster from the begin of a page. Arrays move if fewer samples arrive, without damage."""
     schema = Schema(tuple(Field(f"{n % 2}/{n}", "|u1", (size,)) for n, size in enumerate(rows)))
     columns = {f.name: np.resize(np.arange(251, dtype="|u1") + n, (samples, *f.sizes)) for n, f in enumerate(schema)}
     content = Block(schema, columns)
@@ -105,7 +105,7 @@ def test_arrays_of_64_kib_begin_at_a_page_however_many_samples_were_announced(
 
 
 def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
-    """No time of day is stored, and it does not matter how the samples were cut into blocks."""
+    """No time stamp is stored, and the division of the samples into blocks does not matter."""
     content = block(EVERY_KIND, 40)
     write(HDF5, tmp_path / "a.h5", content)
     write(HDF5, tmp_path / "b.h5", content, cuts=(3, 11, 12))
@@ -124,7 +124,7 @@ def test_compressed_arrays_are_chunked_by_whole_rows(path: Path, compression: st
 
     assert path.stat().st_size < content.nbytes / 10
     with h5py.File(path, "r") as file:
-        assert file["x"].chunks == (6, 100, 256)  # of at least 512 KiB
+        assert file["x"].chunks == (6, 100, 256)  # chunks of at least 512 KiB
         assert file["y"].chunks == (1, 2**17)
         assert file["s"].chunks == (2**19,)
         for name in ("x", "y", "s"):
@@ -142,8 +142,8 @@ def test_incompressible_bytes_stay_within_the_bound(path: Path) -> None:
         assert content.nbytes < file.stat().st_size <= HDF5.bound(schema, 1000, content.nbytes)
 
 
-def test_a_shard_is_opened_whatever_lock_others_hold(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards never change, so nobody's lock, and no setting of HDF5, keeps a reader out; a read-only file opens too."""
+def test_a_shard_can_be_opened_despite_locks_of_other_processes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards never change, so no lock and no setting of HDF5 excludes a reader. A read-only file also opens."""
     content = block(SIMPLE, 3)
     write(HDF5, path, content)
     path.chmod(0o444)
@@ -210,11 +210,11 @@ def _gone(file: Any, elsewhere: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_external_link, "behind a ExternalLink, which is refused"),
-        (_external_link_above, "behind a ExternalLink, which is refused"),
-        (_soft_link, "behind a SoftLink, which is refused"),
-        (_external_storage, "from other files, which is refused"),
-        (_virtual, "from other files, which is refused"),
+        (_external_link, "through a ExternalLink, which is refused"),
+        (_external_link_above, "through a ExternalLink, which is refused"),
+        (_soft_link, "through a SoftLink, which is refused"),
+        (_external_storage, "in other files, which is refused"),
+        (_virtual, "in other files, which is refused"),
         (_group, "not rows of uint8"),
         (_text, "not rows of uint8"),
         (_shape, "not rows of uint8"),
@@ -224,7 +224,7 @@ def _gone(file: Any, elsewhere: Path) -> None:
     ],
 )
 def test_arrays_that_are_not_in_the_file_are_refused(path: Path, make: Any, message: str) -> None:
-    """Fault 78: no byte of another file is read, nothing is allocated for what was never stored."""
+    """Fault 78: no byte of another file is read, and nothing is allocated for data that was never stored."""
     schema = Schema((Field("x", "|u1", (8,)), Field("g/y", "<i8")))
     elsewhere = path.with_name("elsewhere.h5")
     with h5py.File(elsewhere, "w") as file:
@@ -240,11 +240,11 @@ def test_arrays_that_are_not_in_the_file_are_refused(path: Path, make: Any, mess
     assert str(path) in str(caught.value)
 
 
-def test_a_file_of_somebody_else_is_refused(path: Path) -> None:
+def test_a_foreign_file_is_refused(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(5)
 
-    with pytest.raises(CorruptError, match=r"data\.h5 has no description by cachetool"):
+    with pytest.raises(CorruptError, match=r"data\.h5 has no readable description"):
         HDF5.open(path)
 
 
@@ -278,7 +278,7 @@ def test_dimensions_and_samples_that_hdf5_cannot_hold_are_refused(path: Path) ->
 
 
 def test_a_schema_of_many_fields_fits_its_attribute(path: Path) -> None:
-    """Attributes of HDF5 end at 64 KiB; the description of 1,500 fields has more."""
+    """HDF5 attributes are limited to 64 KiB; the description of 1,500 fields is larger."""
     schema = Schema(tuple(Field(f"group-{i % 7}/field-with-a-long-name-{i}", "<f4", (i % 3,)) for i in range(1500)))
     content = block(schema, 2)
     written = write(HDF5, path, content)
@@ -289,8 +289,8 @@ def test_a_schema_of_many_fields_fits_its_attribute(path: Path) -> None:
         assert np.array_equal(checksums(reader.read(0, 2)), written.checksums)
 
 
-def test_an_error_below_hdf5_is_kept_and_the_file_still_closes() -> None:
-    """In a process of its own: an exception inside HDF5's driver would kill the interpreter at its end."""
+def test_an_error_in_the_file_driver_is_kept_and_the_file_still_closes() -> None:
+    """The test runs in a separate process: an exception inside HDF5's driver would kill the interpreter at its exit."""
     program = """
 import errno, h5py, numpy as np
 from cachetool.formats.hdf5 import Recorder
@@ -312,7 +312,7 @@ except OSError as error:
     assert (out.returncode, out.stdout, out.stderr) == (0, "True\n", "")
 
 
-def test_the_recorder_is_silent_when_nothing_failed() -> None:
+def test_the_error_recorder_is_silent_without_an_error() -> None:
     kept: list[tuple[int, bytes]] = []
     record = Recorder(lambda at, data: kept.append((at, bytes(data))), lambda at, count: b"ab")
     record.seek(3)

@@ -1,4 +1,4 @@
-"""What is particular to LMDB: the file alone, its bound, its pages, one environment per process."""
+"""Specific properties of LMDB: a single file, its bound, its pages, one environment per process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SIMPLE = Schema((Field("x", "<f4", (4, 3)), Field("label", "<i8"), Field("note",
 KIND = get_format("lmdb")
 
 
-def test_one_file_and_nothing_else(tmp_path: Path) -> None:
-    """No lock file while writing, after writing, or while reading."""
+def test_a_shard_is_one_file_without_a_lock_file(tmp_path: Path) -> None:
+    """No lock file exists while writing, after writing, or while reading."""
     path = tmp_path / "data.lmdb"
     writer = KIND.create(path, SIMPLE, samples=10, nbytes=10_000)
     writer.write(block(SIMPLE, 10))
@@ -42,7 +42,7 @@ def test_one_file_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
-    """Whatever the cuts: a shard can be compared byte by byte."""
+    """The division into blocks does not matter, so shards can be compared byte by byte."""
     content = block(EVERY_KIND, 40)
     write(KIND, tmp_path / "a", content)
     write(KIND, tmp_path / "b", content, cuts=(3, 4, 30))
@@ -50,10 +50,10 @@ def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(), (1, 2, 5)])
-def test_large_values_written_from_where_they_are_make_the_file_that_copies_make(
+def test_large_values_written_without_a_copy_make_the_same_file(
     cuts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever lies around them in a value: fixed fields, odd sizes with padding behind them, small values between."""
+    """The values have fixed fields, odd sizes with padding after them, and small values between large ones."""
     schema = Schema(
         (
             Field("fixed", "<f4", (70_001,)),
@@ -86,18 +86,18 @@ def test_large_values_written_from_where_they_are_make_the_file_that_copies_make
 
 
 def packed(layout: ValueLayout, content: Block) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a block, one after another, and where each begins, (samples + 1,)."""
+    """Return the values of a block, one after another, and their offsets, (samples + 1,)."""
     starts = np.append(0, np.cumsum(layout.totals(content)))
     out = np.full(int(starts[-1]), 0xAB, dtype=np.uint8)
     layout.place(content, out, starts[:-1])
     other = np.full(int(starts[-1]), 0xCD, dtype=np.uint8)
     layout.place(content, other, starts[:-1])
-    np.testing.assert_array_equal(out, other)  # no byte of an earlier sample stays
+    np.testing.assert_array_equal(out, other)  # no byte of an earlier sample remains
     return out, starts
 
 
-def test_many_small_samples_in_a_deep_tree(tmp_path: Path) -> None:
-    """Three levels of pages, with every sample in order."""
+def test_many_small_samples_are_stored_in_a_deep_tree(tmp_path: Path) -> None:
+    """The tree has three levels of pages, with all samples in order."""
     count = 100_077
     schema = Schema((Field("n", "<i4"),))
     content = Block(schema, {"n": np.arange(count, dtype="<i4")})
@@ -118,7 +118,7 @@ def test_many_small_samples_in_a_deep_tree(tmp_path: Path) -> None:
 def test_the_bound_holds_at_the_edges_of_pages(
     sizes: list[int], repeat: int, extra: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Values just below and above what fits a node or a page, in any mixture."""
+    """Values just below and above the size of a node or a page, in any mixture."""
     wanted = np.array([max(0, n + extra) for n in sizes] * repeat, dtype=np.int64)
     schema = Schema((Field("b", "bytes"),))
     offsets = np.zeros(len(wanted) + 1, dtype=np.int64)
@@ -132,7 +132,7 @@ def test_the_bound_holds_at_the_edges_of_pages(
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 1990, 1998, 2000, 2018, 2019, 4079, 4080, 4081, 4096, 100_000])
 def test_the_bound_of_fixed_fields_is_tight(nbytes: int, tmp_path: Path) -> None:
-    """At most a twentieth and 40 pages above the file."""
+    """The bound is at most a twentieth and 40 pages above the file's size."""
     schema = Schema((Field("x", "u1", (nbytes,)),))
     count = min(20_000, max(50, 3_000_000 // nbytes))
     content = Block(schema, {"x": np.zeros((count, nbytes), dtype=np.uint8)})
@@ -142,8 +142,8 @@ def test_the_bound_of_fixed_fields_is_tight(nbytes: int, tmp_path: Path) -> None
     assert size <= file_bound(schema, count, content.nbytes) <= size * 1.05 + 40 * 4096
 
 
-def test_pages_agree_with_lmdb(tmp_path: Path) -> None:
-    """Keys and values found in the pages are those that LMDB gives, for a file of LMDB's own making."""
+def test_the_page_parser_agrees_with_lmdb(tmp_path: Path) -> None:
+    """The parser finds the same keys and values as LMDB, in a file that LMDB wrote."""
     path = tmp_path / "theirs.lmdb"
     rng = np.random.default_rng(0)
     with lmdb.open(str(path), subdir=False, lock=False, lib_version=0, map_size=2**26) as env:
@@ -165,11 +165,11 @@ def test_pages_agree_with_lmdb(tmp_path: Path) -> None:
 
 
 def test_a_value_that_reaches_past_the_file_is_corrupt(tmp_path: Path) -> None:
-    """LMDB would read on behind its map."""
+    """LMDB would read beyond the end of its map."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, Block(Schema((Field("x", "u1", (9000,)),)), {"x": np.zeros((3, 9000), dtype=np.uint8)}))
     raw = bytearray(path.read_bytes())
-    at = raw.index(b"%012d" % 2) - 8  # the node: data size in its first four bytes
+    at = raw.index(b"%012d" % 2) - 8  # the node: its first four bytes are the size of the data
     assert int.from_bytes(raw[at : at + 4], "little") == 9000
     raw[at : at + 4] = (9_000_000).to_bytes(4, "little")
     path.write_bytes(raw)
@@ -178,8 +178,8 @@ def test_a_value_that_reaches_past_the_file_is_corrupt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", [0x20, 0x40, 0x80, 0x4000, 0x8000])
-def test_a_page_that_lmdb_would_read_in_another_way_is_corrupt(tmp_path: Path, flag: int) -> None:
-    """A leaf page marked as one of keys of one size has no pointers, and LMDB gives what it never looked up."""
+def test_a_page_that_lmdb_would_interpret_differently_is_corrupt(tmp_path: Path, flag: int) -> None:
+    """A leaf page marked as having keys of equal size has no pointers, and LMDB would return data without a lookup."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(EVERY_KIND, 20))
     raw = bytearray(path.read_bytes())
@@ -192,7 +192,7 @@ def test_a_page_that_lmdb_would_read_in_another_way_is_corrupt(tmp_path: Path, f
 
 
 def test_the_file_ends_with_its_last_page(tmp_path: Path) -> None:
-    """Nothing of what was allocated too much stays."""
+    """Excess allocated pages are removed."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(SIMPLE, 5), spare=10_000)
     environment = open_environment(path)
@@ -200,16 +200,18 @@ def test_the_file_ends_with_its_last_page(tmp_path: Path) -> None:
     environment.close()
 
 
-def test_extents_that_lead_elsewhere_are_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few samples are read back through their extents before a shard counts as written."""
+def test_wrong_extents_are_detected_before_the_shard_counts_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer reads some samples back through their extents."""
     real = TreeWriter.finish
     monkeypatch.setattr(TreeWriter, "finish", lambda self: real(self) - 4)
-    with pytest.raises(CorruptError, match=r"data\.lmdb just written: sample"):
+    with pytest.raises(CorruptError, match=r"data\.lmdb.* sample"):
         write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 20))
 
 
-def test_files_that_are_not_ours_are_told_apart(tmp_path: Path) -> None:
-    """Somebody's LMDB, an empty LMDB, the format of engine 1.0, and a shard with a sample gone."""
+def test_foreign_lmdb_files_are_distinguished(tmp_path: Path) -> None:
+    """A foreign LMDB, an empty LMDB, the format of engine 1.0, and a shard without one of its samples."""
     foreign, empty, newer, gap = (tmp_path / f"{name}.lmdb" for name in ("foreign", "empty", "newer", "gap"))
     with lmdb.open(str(foreign), subdir=False, lock=False, lib_version=0) as env, env.begin(write=True) as txn:
         txn.put(b"a", b"b")
@@ -228,21 +230,21 @@ def test_files_that_are_not_ours_are_told_apart(tmp_path: Path) -> None:
         KIND.open(tmp_path / "nowhere.lmdb")
 
 
-def test_another_schema_than_expected_is_corrupt(tmp_path: Path) -> None:
-    """A shard swapped for another dataset's is not read as if it were the right one."""
+def test_a_schema_other_than_expected_is_corrupt(tmp_path: Path) -> None:
+    """A shard swapped with that of another dataset is not read as if it were right."""
     write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 2))
     with pytest.raises(CorruptError, match="other fields"):
         KIND.open(tmp_path / "data.lmdb", schema=Schema((Field("x", "<f4"),)))
 
 
-def test_no_compression(tmp_path: Path) -> None:
-    """The message says which formats have one."""
+def test_compression_is_refused_with_the_formats_that_have_it(tmp_path: Path) -> None:
+    """LMDB has no compression."""
     with pytest.raises(UsageError, match="use hdf5, zarr or tfrecord"):
         KIND.create(tmp_path / "data.lmdb", SIMPLE, samples=1, nbytes=1, compression="gzip")
 
 
-def test_one_environment_however_the_file_is_called(tmp_path: Path) -> None:
-    """A hard link and a relative path are the same file; the last user closes it."""
+def test_one_file_under_several_paths_has_one_environment(tmp_path: Path) -> None:
+    """A hard link and a relative path are the same file. The last user closes the environment."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(SIMPLE, 3))
     os.link(path, tmp_path / "link.lmdb")
@@ -258,8 +260,8 @@ def test_one_environment_however_the_file_is_called(tmp_path: Path) -> None:
     third.close()
 
 
-def test_environments_and_threads(tmp_path: Path) -> None:
-    """Opening, reading and closing from many threads at once."""
+def test_threads_can_open_read_and_close_at_the_same_time(tmp_path: Path) -> None:
+    """Many threads share the environments."""
     path = tmp_path / "data.lmdb"
     content = block(SIMPLE, 30)
     expected = checksums(content)
@@ -284,7 +286,7 @@ def test_environments_and_threads(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_opens_its_own_environment(tmp_path: Path) -> None:
-    """What it inherited is closed there, and only there."""
+    """The child closes the inherited environment; the parent's stays open."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(SIMPLE, 3))
     parent = open_environment(path)
@@ -305,8 +307,8 @@ def test_a_forked_child_opens_its_own_environment(tmp_path: Path) -> None:
     parent.close()
 
 
-def test_a_reader_does_not_work_in_a_forked_child(tmp_path: Path) -> None:
-    """Its environment was closed there; the message says what to do. The parent's reader is not touched."""
+def test_a_reader_raises_an_error_in_a_forked_child(tmp_path: Path) -> None:
+    """The child's environment was closed. The error says what to do. The parent's reader still works."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(SIMPLE, 3))
     with KIND.open(path) as reader:
@@ -324,8 +326,8 @@ def test_a_reader_does_not_work_in_a_forked_child(tmp_path: Path) -> None:
         assert reader.read(0, 3).samples == 3
 
 
-def test_a_closed_reader_says_so(tmp_path: Path) -> None:
-    """Never a crash of the C library."""
+def test_a_closed_reader_raises_an_error(tmp_path: Path) -> None:
+    """The C library must never crash."""
     write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 3))
     reader = KIND.open(tmp_path / "data.lmdb")
     reader.close()
@@ -334,7 +336,7 @@ def test_a_closed_reader_says_so(tmp_path: Path) -> None:
 
 
 def test_abort_lets_the_path_be_removed_and_used_again(tmp_path: Path) -> None:
-    """Before and after the first block."""
+    """Both before and after the first block."""
     path = tmp_path / "data.lmdb"
     for count in (0, 5):
         writer = KIND.create(path, SIMPLE, samples=10, nbytes=10_000)
@@ -347,7 +349,7 @@ def test_abort_lets_the_path_be_removed_and_used_again(tmp_path: Path) -> None:
 
 @given(content=blocks(), data=st.data())
 def test_one_value_decodes_to_its_sample(content: Block, data: st.DataObject) -> None:
-    """``ValueLayout.decode`` gives what the block holds, all fields or some."""
+    """``ValueLayout.decode`` returns the block's values, for all fields or some."""
     layout = ValueLayout(content.schema)
     values, starts = packed(layout, content)
     names = data.draw(st.lists(st.sampled_from(content.schema.names), unique=True, min_size=1))
@@ -365,7 +367,7 @@ def test_one_value_decodes_to_its_sample(content: Block, data: st.DataObject) ->
 
 
 def test_decoded_arrays_are_copies(tmp_path: Path) -> None:
-    """They are writable and do not point into the value: LMDB's memory may go away."""
+    """They are writable and do not point into the value, because LMDB's memory may disappear."""
     value = bytearray(packed(ValueLayout(SIMPLE), block(SIMPLE, 1))[0].tobytes())
     for schema in (SIMPLE, SIMPLE.select(["x"])):
         raw = value if schema is SIMPLE else value[:48]
@@ -378,7 +380,7 @@ def test_decoded_arrays_are_copies(tmp_path: Path) -> None:
 
 
 def test_values_that_do_not_fit_are_corrupt() -> None:
-    """Too short, too long, negative and huge tables, with the number of the sample."""
+    """Values too short, too long, with negative or huge tables: the error has the number of the sample."""
     schema = Schema((Field("a", "<i4"), Field("r", "<f8", (None, None)), Field("t", "str")))
     layout = ValueLayout(schema)
     value = packed(layout, block(schema, 1, seed=3))[0].tobytes()
@@ -409,8 +411,8 @@ def test_values_that_do_not_fit_are_corrupt() -> None:
         )
 
 
-def test_fields_lie_aligned() -> None:
-    """Each at a multiple of its item size, at most 8, in schema order."""
+def test_fields_are_aligned() -> None:
+    """Each field begins at a multiple of its item size, at most 8, in schema order."""
     layout = ValueLayout(Schema((Field("a", "u1"), Field("b", "<c16"), Field("c", "<u2", (3,)), Field("d", "<f4"))))
     assert layout.fixed == {"a": 0, "b": 8, "c": 24, "d": 32}
     assert layout.head == 36
@@ -418,7 +420,7 @@ def test_fields_lie_aligned() -> None:
 
 
 def test_a_sample_above_four_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMDB's own limit, told before anything is written (tried with a smaller one)."""
+    """LMDB's own limit is checked before anything is written (tested with a smaller limit)."""
     monkeypatch.setattr("cachetool.formats.lmdb._MAX_VALUE", 1000)
     writer = KIND.create(tmp_path / "data.lmdb", Schema((Field("b", "bytes"),)), samples=2, nbytes=5000)
     with pytest.raises(UsageError, match="lmdb holds at most 1000"):
@@ -427,22 +429,22 @@ def test_a_sample_above_four_gib_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_header_is_read_without_lmdb(tmp_path: Path) -> None:
-    """Count and schema out of the pages."""
+    """The parser reads count and schema from the pages."""
     write(KIND, tmp_path / "f", block(EVERY_KIND, 7))
     assert read_header(map_file(tmp_path / "f"), name="f") == (7, EVERY_KIND)
     assert isinstance(KIND, LMDB)
 
 
 def test_random_samples_helper_covers_empty_values() -> None:
-    """The data of these tests has the awkward cases in it."""
+    """The test data contains the difficult cases."""
     seen = [sample(EVERY_KIND, np.random.default_rng(n)) for n in range(30)]
     assert {len(s["text"]) for s in seen} >= {0, 1}
     assert any(s["ragged.3"].size == 0 for s in seen)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lmdb_takes_the_pages_for_its_own(tmp_path: Path, seed: int) -> None:
-    """Values of all sizes: LMDB finds every one, its checker finds nothing, and it changes the file as any other."""
+def test_lmdb_accepts_pages_that_cachetool_wrote(tmp_path: Path, seed: int) -> None:
+    """LMDB finds every value of any size, its checker finds no error, and it can modify the file."""
     path = tmp_path / "data.lmdb"
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 5000))

@@ -1,4 +1,4 @@
-"""Large samples: writing and converting hold a few of them, however many there are."""
+"""Large samples: writing and converting hold only a few of them in memory, however many exist."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def one(schema: Schema, number: int) -> Block:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Most bytes that NumPy and Python had allocated during ``work``, beyond those before it."""
-    work()  # what is imported and made once does not count
+    """Return the peak of NumPy's and Python's allocations during ``work``, above those before it."""
+    work()  # imports and one-time allocations do not count
     tracemalloc.start()
     try:
         work()
@@ -41,7 +41,7 @@ def peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("schema", [FIXED, VARIED], ids=["fixed", "bytes"])
 @pytest.mark.parametrize("name", format_names())
 def test_a_few_large_samples_are_held_at_a_time(name: str, schema: Schema, tmp_path: Path) -> None:
-    """Written sample by sample, read by extents and through the library, read back after writing."""
+    """Samples are written one by one, read by extents and through the library, and read back after writing."""
     kind, turns = get_format(name), iter(range(100))
 
     def write() -> Path:
@@ -64,11 +64,11 @@ def test_a_few_large_samples_are_held_at_a_time(name: str, schema: Schema, tmp_p
         checksums.append(files.facts().written.checksums)
 
     checksums: list[np.ndarray] = []
-    held = 3 * SAMPLE  # one that comes, one that is packed, one that a library joins
+    held = 3 * SAMPLE  # one that arrives, one that is packed, one that a library joins
     if schema is VARIED and name in ("hdf5", "zarr"):
-        held += COUNT * SAMPLE  # their arrays have no place before all sizes are known: they wait in memory
+        held += COUNT * SAMPLE  # these arrays cannot be placed before all sizes are known, so they wait in memory
     assert peak(write) < held + 2**21
     assert peak(convert) < held + 2**21
     path = tmp_path / "w0" / f"data{kind.suffix}"
-    # Zarr reads in threads of its own, which now and then hold one sample more for a moment.
+    # Zarr reads in its own threads, which sometimes hold one more sample for a moment.
     assert peak(lambda: verify_file(path, kind, schema, checksums[0])) < 6 * SAMPLE + 2**21

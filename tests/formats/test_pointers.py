@@ -1,4 +1,4 @@
-"""Rows that are copied from anywhere by one call."""
+"""Copying rows from any address by one call."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from cachetool.formats.runs import Pointed
 
 
 @given(st.integers(0, 40), st.integers(1, 5000), st.integers(0, 1000))
-def test_rows_are_what_slices_are(rows: int, nbytes: int, seed: int) -> None:
+def test_copied_rows_equal_slices(rows: int, nbytes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.integers(0, 256, nbytes + 3000, dtype=np.uint8)
     starts = rng.integers(0, 3001, rows)
@@ -29,7 +29,7 @@ def test_a_row_outside_the_source_is_refused(start: int) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 3000), st.integers(0, 1000), st.data())
-def test_any_run_of_the_rows_goes_to_any_place(rows: int, nbytes: int, seed: int, data: st.DataObject) -> None:
+def test_any_run_of_rows_can_be_copied_to_any_position(rows: int, nbytes: int, seed: int, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)
     source = rng.integers(0, 256, nbytes + 3000, dtype=np.uint8)
     starts = rng.integers(0, 3001, rows)

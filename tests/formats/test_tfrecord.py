@@ -1,4 +1,4 @@
-"""What is particular to TFRecord: frames and their checksums, the Example wire format, gzip, records by others."""
+"""Specific properties of TFRecord: frames and their checksums, the Example wire format, gzip, foreign records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIMPLE = Schema((Field("x", "<f4", (3,)), Field("n", "<i8"), Field("f", "<f4"), 
 
 
 def frame(data: bytes) -> bytes:
-    """One record, written down from the documentation of the format."""
+    """Return one record, built from the format's documentation."""
 
     def masked(raw: bytes) -> bytes:
         crc = crc32c.crc32c(raw)
@@ -45,13 +45,13 @@ def message(number: int, content: bytes) -> bytes:
 
 
 def example(features: dict[str, bytes]) -> bytes:
-    """An Example of serialised Feature messages, minimal varints."""
+    """Return an Example of serialised Feature messages with minimal varints."""
     entries = b"".join(message(1, message(1, name.encode()) + message(2, f)) for name, f in features.items())
     return message(1, entries)
 
 
 def numbers(feature: Feature) -> np.ndarray[Any, Any]:
-    """The numbers of a parsed feature."""
+    """Return the numbers of a parsed feature."""
     gathered = Gathered(feature.kind)
     gathered.add(feature)
     return gathered.values()
@@ -73,7 +73,7 @@ def test_frames_are_those_of_tensorflow(tmp_path: Path) -> None:
 
 
 def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
-    """Whatever the cuts."""
+    """The division into blocks does not matter."""
     content = block(EVERY_KIND, 40)
     write(KIND, tmp_path / "a", content)
     write(KIND, tmp_path / "b", content, cuts=(3, 4, 30))
@@ -81,8 +81,8 @@ def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
 
 
 @given(content=blocks())
-def test_every_record_of_ours_is_decoded(content: Block) -> None:
-    """Whatever the schema and the values, none at all too."""
+def test_every_written_record_can_be_decoded(content: Block) -> None:
+    """Any schema and values are decoded, also shards without values."""
     layout = ExampleLayout(content.schema)
     decoded = layout.decode(*layout.encode(content))
     assert decoded is not None
@@ -90,7 +90,7 @@ def test_every_record_of_ours_is_decoded(content: Block) -> None:
 
 
 def test_a_shape_that_does_not_fit_its_values_is_corrupt(tmp_path: Path) -> None:
-    """Right frames, right lengths, wrong numbers in ``r/shape``; huge ones too, whose product wraps around."""
+    """Valid frames and lengths, but wrong numbers in ``r/shape``, also huge numbers whose product wraps around."""
     schema = Schema((Field("r", "<i2", (None, None)),))
     content = Block.from_samples(schema, [{"r": np.zeros((2, 3), "<i2")}])
     buffer, _, _ = ExampleLayout(schema).encode(content)
@@ -105,7 +105,7 @@ def test_a_shape_that_does_not_fit_its_values_is_corrupt(tmp_path: Path) -> None
 
 @given(content=blocks(), data=st.data())
 def test_a_damaged_record_is_never_a_crash(content: Block, data: st.DataObject) -> None:
-    """Without frames and their checksums: any byte changed gives a sample, or it is known to be none of ours."""
+    """Without frames and their checksums, a changed byte results in a sample or in an error."""
     if not content.samples:
         return
     layout = ExampleLayout(content.schema)
@@ -133,8 +133,8 @@ def test_scalars_are_bit_exact(dtype: str, tmp_path: Path) -> None:
     assert np.asarray(read_all(tmp_path / "f", schema).columns["v"]).tobytes() == values.tobytes()
 
 
-def test_which_list_holds_a_field() -> None:
-    """Integers as int64, float32 as float, all else as bytes."""
+def test_each_dtype_is_stored_in_the_documented_list() -> None:
+    """Integers are int64, float32 is float, everything else is bytes."""
     kinds = {d: storage_kind(Field("x", d)) for d in DTYPES}
     assert {d for d, k in kinds.items() if k == "int64"} == {"?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"}
     assert {d for d, k in kinds.items() if k == "float"} == {"<f4"}
@@ -144,7 +144,7 @@ def test_which_list_holds_a_field() -> None:
 
 
 def test_the_features_are_the_documented_ones() -> None:
-    """Every field of a sample found in the list that the documentation names."""
+    """Every field of a sample is in the list that the documentation names."""
     content = block(EVERY_KIND, 1, seed=5)
     buffer, _, _ = ExampleLayout(EVERY_KIND).encode(content)
     features, one = parse_example(buffer.data), content.sample(0)
@@ -175,19 +175,19 @@ def test_the_features_are_the_documented_ones() -> None:
         b"\xff" * 100,
     ],
 )
-def test_records_by_others_are_refused_by_file_and_sample(record: bytes, tmp_path: Path) -> None:
-    """Right frames around something else, be it a right Example: whoever reads files of others is another."""
+def test_foreign_records_are_refused_with_file_and_sample(record: bytes, tmp_path: Path) -> None:
+    """Valid frames around other data, even around a valid Example: another reader is for foreign files."""
     path = tmp_path / "odd.tfrecord"
     write(KIND, path, block(SIMPLE, 3))
     path.write_bytes(path.read_bytes() + frame(record))
     with KIND.open(path, schema=SIMPLE) as reader:
         assert len(reader.read(0, 3)) == 3
-        with pytest.raises(CorruptError, match=r"odd\.tfrecord: sample 3 is no record .*\n.*cachetool convert"):
+        with pytest.raises(CorruptError, match=r"odd\.tfrecord: sample 3 is not a record .*\n.*cachetool convert"):
             reader.take(np.array([1, 3, 0]))
 
 
 def test_checksums_are_checked(tmp_path: Path) -> None:
-    """One flipped bit anywhere in any record, of equal and of different sizes: an error that names the file."""
+    """One flipped bit anywhere in any record, of equal and of different sizes: the error names the file."""
     for schema in (SIMPLE, SIMPLE.select(["x", "n"])):
         path = tmp_path / f"{len(schema)}.tfrecord"
         write(KIND, path, block(schema, 4))
@@ -199,7 +199,7 @@ def test_checksums_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_huge_length_allocates_nothing(tmp_path: Path) -> None:
-    """A length with a right checksum that no file could hold."""
+    """The length has a valid checksum, but no file could hold the record."""
     length = struct.pack("<Q", 2**62)
     (tmp_path / "f").write_bytes(length + frame(b"x" * 8)[8:12] + bytes(100))
     with pytest.raises(CorruptError, match="damaged length"):
@@ -215,7 +215,7 @@ def test_a_huge_length_allocates_nothing(tmp_path: Path) -> None:
 
 
 def test_reading_needs_a_schema(tmp_path: Path) -> None:
-    """The file does not say."""
+    """The file does not contain one."""
     write(KIND, tmp_path / "f", block(SIMPLE, 1))
     with pytest.raises(UsageError, match="schema="):
         KIND.open(tmp_path / "f")
@@ -223,16 +223,16 @@ def test_reading_needs_a_schema(tmp_path: Path) -> None:
         KIND.open(tmp_path / "nowhere", schema=SIMPLE)
 
 
-def test_gzip_opens_with_gzip(tmp_path: Path) -> None:
-    """The compressed file is a plain gzip of the plain file, with no extents."""
+def test_a_compressed_shard_opens_with_gzip(tmp_path: Path) -> None:
+    """The compressed file is the plain file in plain gzip, without extents."""
     content = block(EVERY_KIND, 30)
     write(KIND, tmp_path / "plain", content)
     assert write(KIND, tmp_path / "packed", content, compression="gzip").extents is None
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == (tmp_path / "plain").read_bytes()
 
 
-def test_gzip_by_others_in_several_members(tmp_path: Path) -> None:
-    """Members joined anywhere, as ``cat a.gz b.gz`` does."""
+def test_foreign_gzip_of_several_members_is_read(tmp_path: Path) -> None:
+    """Members may be joined anywhere, as by ``cat a.gz b.gz``."""
     content = block(SIMPLE, 50)
     write(KIND, tmp_path / "plain", content)
     raw = (tmp_path / "plain").read_bytes()
@@ -241,8 +241,8 @@ def test_gzip_by_others_in_several_members(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checksums(read_all(tmp_path / "f", SIMPLE)), checksums(content))
 
 
-def test_gzip_jumps_to_any_place(tmp_path: Path) -> None:
-    """Forwards, backwards, across pieces and kept states: what was compressed."""
+def test_gzip_is_read_from_any_position(tmp_path: Path) -> None:
+    """Forwards, backwards, across pieces and saved states, the bytes equal the uncompressed ones."""
     rng = np.random.default_rng(0)
     raw = np.repeat(rng.integers(0, 256, size=3_000_000).astype("u1"), 5).tobytes()
     (tmp_path / "f").write_bytes(gzip.compress(raw, 1))
@@ -256,8 +256,8 @@ def test_gzip_jumps_to_any_place(tmp_path: Path) -> None:
     stream.close()
 
 
-def test_a_length_that_looks_like_gzip(tmp_path: Path) -> None:
-    """A first record of 0x8b1f bytes begins with the two bytes of gzip."""
+def test_a_record_length_that_looks_like_gzip_is_not_mistaken(tmp_path: Path) -> None:
+    """A first record of 0x8b1f bytes begins with the two magic bytes of gzip."""
     schema = Schema((Field("b", "bytes"),))
     layout = ExampleLayout(schema)
     content = Block.from_samples(schema, [{"b": bytes(0x8B1F - layout.overhead)}])
@@ -267,7 +267,7 @@ def test_a_length_that_looks_like_gzip(tmp_path: Path) -> None:
 
 
 def test_a_record_above_two_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reader of protocol buffers takes it (tried with a smaller limit)."""
+    """No reader of protocol buffers accepts it (tested with a smaller limit)."""
     monkeypatch.setattr("cachetool.formats.example.MAX_RECORD", 1000)
     with pytest.raises(UsageError, match="tfrecord holds at most 1000"):
         KIND.create(tmp_path / "f", Schema((Field("x", "u1", (2000,)),)), samples=1, nbytes=5000)
@@ -279,8 +279,8 @@ def test_a_record_above_two_gib_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @given(values=st.lists(st.integers(0, 2**64 - 1), max_size=20), width=st.integers(10, 10))
-def test_varints_of_any_width(values: list[int], width: int) -> None:
-    """Minimal and padded ones mean the same."""
+def test_minimal_and_padded_varints_are_equal(values: list[int], width: int) -> None:
+    """A varint may be padded to any width."""
     expected: list[Any] = np.array(values, dtype=np.uint64).view(np.int64).tolist()
     minimal = np.frombuffer(b"".join(map(varint, values)), dtype=np.uint8)
     assert numbers(Feature(INT64, [minimal.data])).tolist() == expected
@@ -293,7 +293,7 @@ def test_varints_of_any_width(values: list[int], width: int) -> None:
 
 
 def test_a_float_list_keeps_its_bits() -> None:
-    """A signalling NaN stays one."""
+    """A signalling NaN is not changed."""
     nan = struct.pack("<I", 0x7F800001)
     feature = parse_example(memoryview(example({"f": message(2, message(1, nan))})))["f"]
     assert (feature.kind, numbers(feature).tobytes()) == (FLOAT, nan)

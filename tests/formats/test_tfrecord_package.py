@@ -59,7 +59,7 @@ def test_a_signalling_nan_keeps_its_bits(package: PackageReader, tmp_path: Path)
     package.check(path, schema, checksums(samples))
 
 
-def test_a_value_that_is_another_is_named_with_its_sample_and_field(package: PackageReader, tmp_path: Path) -> None:
+def test_a_wrong_value_is_named_with_its_sample_and_field(package: PackageReader, tmp_path: Path) -> None:
     samples = simple()
     write(KIND, path := tmp_path / "a.tfrecord", samples)
     expected = checksums(samples)
@@ -69,13 +69,13 @@ def test_a_value_that_is_another_is_named_with_its_sample_and_field(package: Pac
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_another_number_of_samples_is_said(package: PackageReader, tmp_path: Path, change: int) -> None:
+def test_a_wrong_number_of_samples_is_reported(package: PackageReader, tmp_path: Path, change: int) -> None:
     write(KIND, path := tmp_path / "a.tfrecord", simple(7))
     with pytest.raises(CorruptError, match=f"reads 7 samples, not {7 + change}"):
         package.check(path, SIMPLE, checksums(simple(8))[:, : 7 + change] if change > 0 else checksums(simple())[:, :6])
 
 
-def test_a_record_that_others_cannot_parse_is_one_line(package: PackageReader, tmp_path: Path) -> None:
+def test_a_record_that_the_package_cannot_parse_is_reported_in_one_line(package: PackageReader, tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     path.write_bytes(framed(b"\x0a\xff\xff"))
     with pytest.raises(CorruptError, match="the tfrecord package cannot read it") as caught:
@@ -83,14 +83,14 @@ def test_a_record_that_others_cannot_parse_is_one_line(package: PackageReader, t
     assert "\n" not in str(caught.value)
 
 
-def test_a_record_without_a_field_is_said(package: PackageReader, tmp_path: Path) -> None:
+def test_a_record_without_a_field_is_reported(package: PackageReader, tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     path.write_bytes(framed(b"\x0a\x00"))
-    with pytest.raises(CorruptError, match="sample 0 has not one value in bytes_list of field 'x'"):
+    with pytest.raises(CorruptError, match=r"field 'x' of sample 0 .* one value in bytes_list"):
         package.check(path, SIMPLE, checksums(simple(1)))
 
 
-def test_a_conversion_that_verifies_reads_its_shard_through_the_package(
+def test_a_conversion_with_verify_reads_its_shard_through_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, checked = simple(), []

@@ -1,4 +1,4 @@
-"""Zarr folders as zarr alone sees them, and folders that must not be believed."""
+"""Zarr folders as zarr alone reads them, and folders that must not be trusted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "data.zarr"
 
 
-def test_zarr_finds_every_array_of_its_type_and_the_extents_are_its_bytes(path: Path) -> None:
+def test_zarr_reads_every_array_with_its_dtype_and_the_extents_match_its_bytes(path: Path) -> None:
     content = block(EVERY_KIND, 17)
 
     written = write(ZARR, path, content)
@@ -64,7 +64,9 @@ def test_every_node_of_a_nested_name_is_a_group(path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 3000, 2**17, 2**18 - 1, 2**18 + 1, 2**20])
 @pytest.mark.parametrize("samples", [1, 5, 400])
-def test_inner_chunks_are_whole_samples_of_at_least_256_kib_in_one_file(path: Path, nbytes: int, samples: int) -> None:
+def test_inner_chunks_hold_complete_samples_of_at_least_256_kib_in_one_file(
+    path: Path, nbytes: int, samples: int
+) -> None:
     samples = min(samples, 2**24 // nbytes)
     schema = Schema((Field("x", "|u1", (nbytes,)),))
     content = Block(schema, {"x": np.random.default_rng(0).integers(0, 256, (samples, nbytes), dtype=np.uint8)})
@@ -100,8 +102,8 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_files_are_few(path: Path) -> None:
-    """Two files and a folder an array, whatever its size and rank."""
+def test_an_array_has_two_files_and_a_folder(path: Path) -> None:
+    """The number does not depend on size and rank."""
     schema = Schema((Field("x", "<f4", (2, 3, 4, 5)), Field("s", "str"), Field("none", "<f4", (0,))))
     write(ZARR, path, block(schema, 1000))
 
@@ -118,10 +120,10 @@ def test_files_are_few(path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ZARR.compressions)
-def test_compressed_shard_files_are_of_whole_chunks_and_none_is_left_out(
+def test_compressed_shard_files_contain_every_chunk(
     path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples of zeros, which zarr would leave out, are chunks too: a missing one must mean damage."""
+    """Chunks of zeros, which zarr would omit, are written too, so a missing chunk always means damage."""
     monkeypatch.setattr("cachetool.formats.zarr._SHARD_BYTES", 2**20)
     schema = Schema((Field("x", "<f4", (2**14,)), Field("s", "bytes")))
     x = np.repeat(np.arange(41, dtype="<f4")[:, None] // 30, 2**14, axis=1)
@@ -166,7 +168,7 @@ def _index_crc_flipped(file: Path) -> None:
 
 
 def _chunk_left_out(file: Path) -> None:
-    """As zarr writes a chunk of zeros, with a crc that is right."""
+    """Omit a chunk of zeros as zarr does, with a valid crc."""
     raw = bytearray(file.read_bytes())
     raw[-20:-4] = b"\xff" * 16
     raw[-4:] = crc32c(bytes(raw[-36:-4])).to_bytes(4, "little")
@@ -174,7 +176,7 @@ def _chunk_left_out(file: Path) -> None:
 
 
 def _swapped(file: Path) -> None:
-    """Two chunks exchanged in the index, with a crc that is right."""
+    """Exchange two chunks in the index, with a valid crc."""
     raw = bytearray(file.read_bytes())
     raw[-36:-20], raw[-20:-4] = raw[-20:-4], raw[-36:-20]
     raw[-4:] = crc32c(bytes(raw[-36:-4])).to_bytes(4, "little")
@@ -192,7 +194,7 @@ def _middle_longer(file: Path) -> None:
 
 
 def _index_wrapping(file: Path) -> None:
-    """A position and a size whose sum is beyond 64 bits, with a crc that is right."""
+    """Write a position and a size whose sum exceeds 64 bits, with a valid crc."""
     raw = bytearray(file.read_bytes())
     raw[-20:-4] = b"\xff" * 8 + (1).to_bytes(8, "little")
     raw[-4:] = crc32c(bytes(raw[-36:-4])).to_bytes(4, "little")
@@ -224,13 +226,14 @@ def _link_above(file: Path) -> None:
             *(_missing, _partial, _longer, _index_flipped, _index_crc_flipped, _chunk_left_out, _swapped),
             *(_index_wrapping, _middle_left_out, _middle_longer, _folder_instead, _link_outside, _link_above),
         )
-        if compression is None or damage not in (_swapped, _middle_longer)  # compressed, a digest's affair
+        # compressed chunks have no own checksum, so only a digest detects these
+        if compression is None or damage not in (_swapped, _middle_longer)
     ],
 )
 def test_a_damaged_chunk_file_is_an_error_not_zeros(
     path: Path, damage: Callable[[Path], None], compression: str | None
 ) -> None:
-    """Fault 64: missing, partial, extra, replaced; named when the shard is opened or read."""
+    """Fault 64: missing, partial, additional or replaced files are named when the shard is opened or read."""
     schema = Schema((Field("x", "<f4", (2**16,)), Field("y", "<i8")))
     content = block(schema, 2)
     write(ZARR, path, content, compression=compression)
@@ -254,7 +257,7 @@ def test_damaged_metadata_is_an_error(path: Path, file: str, content: bytes | No
         ZARR.open(path)
 
 
-def test_a_pipe_in_the_place_of_metadata_is_not_waited_for(path: Path) -> None:
+def test_a_pipe_in_place_of_metadata_is_an_error_without_waiting(path: Path) -> None:
     write(ZARR, path, block(Schema((Field("x", "<f4", (2,)),)), 2))
     for file in (path / "x" / "zarr.json", path / "zarr.json"):
         file.unlink()
@@ -265,7 +268,7 @@ def test_a_pipe_in_the_place_of_metadata_is_not_waited_for(path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
 def test_a_flipped_bit_of_a_compressed_chunk_names_field_and_rows(path: Path, compression: str) -> None:
-    """In bytes that do not compress, where a codec without a checksum would notice nothing."""
+    """The bytes do not compress, so a codec without a checksum would detect nothing."""
     write(ZARR, path, block(Schema((Field("x", "|u1", (2**18,)),)), 4), compression=compression)
     raw = bytearray((path / "x" / "c.0.0").read_bytes())
     raw[2 * 2**18 + 2**17] ^= 8
@@ -310,8 +313,8 @@ def _set(document: dict[str, Any], value: Any, *keys: Any) -> None:
         ([{"name": "bytes", "configuration": {"endian": "little"}}], ("codecs",)),
     ],
 )
-def test_metadata_that_say_something_else_are_refused(path: Path, value: Any, keys: tuple[Any, ...]) -> None:
-    """A shape bomb allocates nothing, and no array is read in another way than it was written."""
+def test_metadata_that_contradict_the_schema_are_refused(path: Path, value: Any, keys: tuple[Any, ...]) -> None:
+    """A huge declared shape allocates no memory, and no array is read otherwise than it was written."""
     write(ZARR, path, block(Schema((Field("x", "<f4", (2,)),)), 2))
     document = json.loads((path / "x" / "zarr.json").read_text())
     _set(document, value, *keys)

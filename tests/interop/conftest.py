@@ -12,7 +12,7 @@ from cachetool.proc.task import Message, Task
 
 
 class Here:
-    """Runs the tasks of ``convert`` in this process."""
+    """An engine that runs the tasks of ``convert`` in this process."""
 
     def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None]) -> list[Message]:
         class Channel:
@@ -25,7 +25,7 @@ class Here:
 
 @pytest.fixture
 def here() -> Iterator[None]:
-    """No child processes and no waiting for the disk: an example takes milliseconds."""
+    """Use no child processes and no fsync, so an example takes milliseconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "LocalEngine", Here)
         patch.setattr(os, "fsync", lambda fd: None)

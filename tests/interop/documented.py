@@ -1,4 +1,4 @@
-"""The readers of ``docs/formats.md``, run as they stand there in processes that cannot import cachetool."""
+"""The readers of ``docs/reference/formats.md``, run unchanged in processes that cannot import cachetool."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 from cachetool.core.block import Block
 from cachetool.core.schema import Schema
 
-DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
 READERS = {
     section.split()[0].lower(): section.split("```python\n")[1].split("```")[0]
     for section in re.split(r"^## ", DOC, flags=re.MULTILINE)
     if "```python\n" in section
 }
-"""Format, or ``extents.bin``, to the program that reads it."""
+"""The program that reads each format, or ``extents.bin``."""
 
 _CHILD = """
 import hashlib, json, sys
@@ -47,9 +47,9 @@ for job in jobs:
 def read(
     name: str, jobs: Sequence[tuple[int, Sequence[Any]]], *, library: Path | None = None
 ) -> list[list[dict[str, str]]]:
-    """What the reader called ``name`` finds, a digest for each field of each sample.
+    """Return a digest for each field of each sample that the reader ``name`` reads.
 
-    A job is the number of samples and the reader's arguments before the number of the sample. ``library`` is a folder
+    A job is the number of samples, and the reader's arguments before the number of the sample. ``library`` is a folder
     with another version of the format's library.
     """
     lines = [{"count": count, "arguments": list(arguments)} for count, arguments in jobs]
@@ -66,14 +66,14 @@ def read(
 
 
 def arguments(name: str, path: Path, schema: Schema, *, compression: str | None = None) -> list[Any]:
-    """What the reader of format ``name`` is called with for the file ``path``."""
+    """Return the arguments of the reader of format ``name`` for the file ``path``."""
     if name != "tfrecord":
         return [str(path)]
     return [str(path), schema.to_json(), compression and compression.upper()]
 
 
 def expected(content: Block) -> list[dict[str, str]]:
-    """What a reader must find in a file of these samples."""
+    """Return the digests that a reader must compute for a file of these samples."""
     return [{name: _digest(value) for name, value in content.sample(n).items()} for n in range(len(content))]
 
 

@@ -1,4 +1,4 @@
-"""Folders of plain files of ours, written and read without ``convert``."""
+"""Exported folders, written and read without ``convert``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 
 
 def make(folder: Path, name: str, content: Block) -> Path:
-    """A folder as ``convert --out`` makes it, with one part, of the format ``name``."""
+    """Create a folder as ``convert --out`` does, with one part of the format ``name``."""
     (folder / ".extents").mkdir(parents=True)
     kind = get_format(name)
     path = folder / f"part-00000{kind.suffix}"
@@ -28,12 +28,12 @@ def make(folder: Path, name: str, content: Block) -> Path:
 
 
 def parts(folder: Path) -> list[tuple[Path, int]]:
-    """The files of a folder and the number of samples in each."""
+    """Return the files of a folder and the number of samples in each."""
     return [(folder / p["file"], p["samples"]) for p in json.loads((folder / "dataset.json").read_text())["parts"]]
 
 
 def whole(folder: Path) -> Block:
-    """All samples of a folder, through the format's own library."""
+    """Return all samples of a folder, read through the format's own library."""
     about = json.loads((folder / "dataset.json").read_text())
     kind, schema = get_format(about["format"]), Schema.from_json(about["schema"])
     blocks = [Block.from_samples(schema, [])]
@@ -44,6 +44,6 @@ def whole(folder: Path) -> Block:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but ``dataset.json``."""
+    """Return every file of a folder except ``dataset.json``."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.name != "dataset.json"}

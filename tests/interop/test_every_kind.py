@@ -1,6 +1,7 @@
-"""Every kind of input by both verbs from everywhere: the same samples, and so the same content digest, in all cells.
+"""Every kind of input, by ``pull`` and ``convert``, from every place: all cells have the same samples and content
+digest.
 
-By default each kind is read from this machine and from one of the two servers by each verb; ``-m soak`` has all cells,
+By default each command reads each kind from this machine and from one of the two servers; ``-m soak`` runs all cells
 and prints the table.
 """
 
@@ -102,7 +103,7 @@ def export(path: Path, rows: list[np.ndarray] | None = None, **how: Any) -> None
 
 
 def of_values(rows: list[np.ndarray], shape: tuple[int | None, ...]) -> str:
-    """The digest of these values, which no file was made of."""
+    """Return the digest of these values, computed without a file."""
     schema = Schema((Field("x", "<f4", shape),))
     content = ContentDigest(schema)
     content.update(checksums(Block.from_samples(schema, [{"x": row} for row in rows])))
@@ -132,7 +133,7 @@ MORE: dict[str, tuple[str, Callable[[Path], None]]] = {
     for what, rows in (("fixed", None), ("ragged", RAGGED))
     if (to, what) != ("lmdb", "fixed")
 }
-"""Beside the fifteen: what ``convert --out`` writes, in every format."""
+"""The inputs besides the fifteen kinds: exported folders in every format."""
 OPTIONS = {"lmdb": {"value_format": "raw:float32,6", "rename": {"value": "x"}}}
 PLACES = ("local", "https", "s3")
 VERBS = ("pull", "convert")
@@ -145,7 +146,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(root: Path) -> Callable[[str], str]:
-    """Makes an input when it is first asked for; gives its name."""
+    """Create an input at its first request, and return its name."""
 
     def make(kind: str) -> str:
         name, write = (KINDS | MORE)[kind]
@@ -158,7 +159,7 @@ def made(root: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def web(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A server's URL, and the file with the authority of its certificate."""
+    """Serve the inputs. Return the URL and the file with the authority of the certificate."""
     authority, own = certificates(tmp_path_factory.mktemp("certificates"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own)
@@ -168,7 +169,7 @@ def web(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
-    """The URL of an input at one of the places."""
+    """Return the URL of an input at one of the places."""
 
     def of(where: str, name: str) -> str:
         if where == "local":
@@ -188,7 +189,7 @@ def place(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.Monkey
 
 
 def digest(verb: str, url: str, folder: Path, kind: str) -> str:
-    """The content digest of all samples in order, by one of the verbs."""
+    """Return the content digest of all samples in order, read by one of the commands."""
     options: dict[str, Any] = {**OPTIONS.get(kind, {}), "key": False, "workers": 1}
     if verb == "convert":
         return cachetool.convert(url, to="hdf5", out=folder / "out", shard_size=300, **options).digest
@@ -211,7 +212,7 @@ def cells(kinds: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "verb", "where"), [*cells(KINDS), *cells(MORE)])
-def test_all_cells_have_the_same_digest(
+def test_all_kinds_commands_and_places_have_the_same_digest(
     kind: str,
     verb: str,
     where: str,

@@ -1,7 +1,7 @@
-"""Any format into any other, every type of field, bit for bit: as ``--verify`` sees it, and as others see it.
+"""Any format to any other, every type of field, bit for bit: checked by ``--verify`` and by other libraries.
 
-The random half runs the code of ``convert`` in this process: 16 pairs, each 300 examples with
-``pytest --hypothesis-profile thorough``.
+The random half runs the code of ``convert`` in this process: 16 pairs, with 300 examples each under ``pytest
+--hypothesis-profile thorough``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_the_schema_has_every_type_of_field() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every type of field in every format, out of big-endian values."""
+    """Write every type of field in every format, from big-endian values."""
     root = tmp_path_factory.mktemp("made")
     for name in FORMATS:
         make(root / name, name, big_endian(CONTENT))
@@ -58,8 +58,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("to", FORMATS)
-def test_every_format_becomes_every_other_bit_for_bit(made: Path, tmp_path: Path, to: str) -> None:
-    """Through ``--verify``, the same files whatever they came from, and read by the library of the target alone."""
+def test_every_format_is_converted_to_every_other_bit_for_bit(made: Path, tmp_path: Path, to: str) -> None:
+    """Checked by ``--verify`` and by the library of the target alone. The files are the same for every format of
+    origin.
+    """
     for name in FORMATS:
         result = cachetool.convert(made / name, to=to, out=tmp_path / name, shard_size=CUT, verify=True, workers=1)
         assert result.verified
@@ -72,7 +74,7 @@ def test_every_format_becomes_every_other_bit_for_bit(made: Path, tmp_path: Path
     assert list(itertools.chain(*by_others)) == expected(CONTENT)
 
 
-def test_a_chain_with_other_cuts_on_the_way_keeps_the_digest(made: Path, tmp_path: Path) -> None:
+def test_a_chain_of_conversions_with_other_shard_sizes_keeps_the_digest(made: Path, tmp_path: Path) -> None:
     digests, source, cuts = {content_digest(CONTENT)}, made / "lmdb", []
     for to, size in (("hdf5", CUT), ("zarr", 10 * CUT), ("tfrecord", 2 * CUT), ("lmdb", CUT // 2)):
         out = tmp_path / to
@@ -93,13 +95,13 @@ THOROUGH = settings.default.max_examples >= 300  # type: ignore[union-attr]
 @settings(max_examples=settings.default.max_examples if THOROUGH else 8)  # type: ignore[union-attr]
 @given(content=blocks(), data=st.data())
 def test_random_samples_keep_every_bit(a: str, b: str, content: Block, data: st.DataObject) -> None:
-    """Any schema, any names, any bits, any cut: verified, and read again through the library. None is an error."""
-    assume(all(field.name != KEY or field.kind == "str" for field in content.schema))  # nobody gives samples such keys
+    """Any schema, names, bits and blocks are verified, and read again through the library, without an error."""
+    assume(all(field.name != KEY or field.kind == "str" for field in content.schema))  # real samples have no such keys
     size = data.draw(st.integers(1, content.nbytes + 1))
     with tempfile.TemporaryDirectory() as folder:
         made = make(Path(folder) / "made", a, content)
         if not len(content):
-            with pytest.raises(NotFound, match=r"no (samples|rows) in it"):
+            with pytest.raises(NotFound, match=r"no samples|no rows"):
                 cachetool.convert(made, to=b, out=Path(folder) / "out")
             return
         result = cachetool.convert(made, to=b, out=Path(folder) / "out", shard_size=size, verify=True)
@@ -112,7 +114,7 @@ def test_random_samples_keep_every_bit(a: str, b: str, content: Block, data: st.
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("a", FORMATS)
 @pytest.mark.parametrize("names", list(itertools.permutations(["__key__", "x", "n"])))
-def test_keys_may_be_the_field_of_any_place(tmp_path: Path, a: str, names: tuple[str, ...]) -> None:
+def test_the_key_may_be_at_any_position_among_the_fields(tmp_path: Path, a: str, names: tuple[str, ...]) -> None:
     fields = {"__key__": Field(KEY, "str"), "x": Field("x", "<f4", (2,)), "n": Field("n", "<i8")}
     content = block(Schema(tuple(fields[name] for name in names)), 5)
     made = make(tmp_path / "made", a, content)

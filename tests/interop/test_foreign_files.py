@@ -1,7 +1,7 @@
-"""Files that others made become any of the four formats: what is read out of them is what arrives, value by value.
+"""Foreign files converted to each of the four formats: the values that were read are those that arrive.
 
-What is read out of them is compared with what was written in ``tests/sources``, kind by kind, and for other versions of
-the libraries in ``test_other_versions.py``.
+``tests/sources`` compares the values that are read with those that were written, for each kind of file;
+``test_other_versions.py`` does so for other versions of the libraries.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in (2, 3):
         group = zarr.open_group(root / f"v{version}.zarr", mode="w", zarr_format=version)  # type: ignore[arg-type]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of times, which Zarr 3 has no specification of
+            warnings.simplefilter("ignore")  # Zarr 3 has no specification of times
             for name, array in (("x", X), ("inner/y", Y)):
                 chunks = (7, *array.shape[1:])
                 group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks)[:] = array
@@ -77,8 +77,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("to", FORMATS)
-def test_files_by_others_become_every_format(foreign: Path, tmp_path: Path, to: str) -> None:
-    """NumPy, h5py, zarr 2 and 3, both engines of LMDB, the ``tfrecord`` package, tar; verified, in several parts."""
+def test_foreign_files_are_converted_to_every_format(foreign: Path, tmp_path: Path, to: str) -> None:
+    """NumPy, h5py, zarr 2 and 3, both engines of LMDB, the ``tfrecord`` package and tar; verified, in several parts."""
     kinds = sorted(path for path in foreign.iterdir() if "-lock" not in path.name)
     assert len(kinds) == 10
     for path in kinds:

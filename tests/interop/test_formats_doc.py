@@ -1,4 +1,4 @@
-"""What ``docs/formats.md`` shows works: its readers read every field of our files without cachetool."""
+"""The readers in ``docs/reference/formats.md`` read every field of our files without cachetool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_there_is_a_short_reader_for_each_format_and_for_extents() -> None:
 
 @pytest.mark.parametrize("kind", [get_format(name) for name in format_names()], ids=lambda kind: kind.name)
 def test_a_documented_reader_reads_every_kind_of_field(kind: Format, tmp_path: Path) -> None:
-    """Plain, in every compression, no samples at all, and with fixed fields alone."""
+    """Uncompressed, in every compression, without samples, and with fixed fields only."""
     jobs, wanted = [], []
     for number, (content, compression) in enumerate(
         [
@@ -62,8 +62,8 @@ ROWS = re.findall(r"^\| ([\d,]+) bytes \|(.*)\|$", DOC, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("size", "cells"), ROWS, ids=[size for size, _ in ROWS])
-def test_the_table_of_costs_is_what_is_on_disk(size: str, cells: str) -> None:
-    """Within 1 % and a block of the file system for each file; blocks of other sizes than 4,096 bytes are not known."""
+def test_the_table_of_costs_matches_the_bytes_on_disk(size: str, cells: str) -> None:
+    """Within 1 % and one block per file. The test knows only file systems with blocks of 4,096 bytes."""
     nbytes = int(size.replace(",", ""))
     count, *costs = (int(cell.replace(",", "")) for cell in cells.split("|"))
     schema = Schema((Field("x", "u1", (nbytes,)),))

@@ -1,4 +1,4 @@
-"""LMDB files of ours, read with py-lmdb and nothing of cachetool."""
+"""LMDB files of ours, read with py-lmdb and without cachetool."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.formats.samples import EVERY_KIND, block, write
 KIND = get_format("lmdb")
 
 
-def test_variable_fields_by_the_documented_layout(tmp_path: Path) -> None:
-    """Table after the fixed fields, then the bytes of each field, everything at multiples of 8."""
+def test_variable_fields_follow_the_documented_layout(tmp_path: Path) -> None:
+    """A table follows the fixed fields, then the bytes of each field, all at multiples of 8."""
     schema = Schema((Field("a", "<i2"), Field("r", "<f4", (None, None)), Field("t", "str")))
     content = block(schema, 30, largest=40)
     write(KIND, tmp_path / "data.lmdb", content)
@@ -43,7 +43,7 @@ def test_variable_fields_by_the_documented_layout(tmp_path: Path) -> None:
 
 
 def test_lmdb_verifies_the_file(tmp_path: Path) -> None:
-    """py-lmdb's own checker of the structure finds nothing."""
+    """py-lmdb's own structure checker finds no error."""
     write(KIND, tmp_path / "data.lmdb", block(EVERY_KIND, 300, largest=60))
     done = subprocess.run(
         [sys.executable, "-m", "lmdb", "verify", str(tmp_path / "data.lmdb")],
@@ -54,8 +54,8 @@ def test_lmdb_verifies_the_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_others_may_go_on_writing(tmp_path: Path) -> None:
-    """The file is an ordinary LMDB file, cut to its size or not."""
+def test_py_lmdb_can_write_to_a_shard_file(tmp_path: Path) -> None:
+    """The file is an ordinary LMDB file, truncated to its size or not."""
     path = tmp_path / "data.lmdb"
     write(KIND, path, block(EVERY_KIND, 50))
     with lmdb.open(str(path), subdir=False, lock=False, map_size=2**26) as env:

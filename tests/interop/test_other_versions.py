@@ -1,8 +1,8 @@
-"""Other versions of the libraries: they open our files, and we read theirs.
+"""Other versions of the libraries: they open our files, and cachetool reads theirs.
 
-Two versions cannot live in one environment: each is installed by pip into a folder of its own, which stands first on
-the path of a child process. That takes a minute in all, so these tests are among the long runs; what is installed
-beside cachetool is tried by the rest of this folder.
+Two versions cannot exist in one environment, so pip installs each into its own folder, which is first on the path of a
+child process. That takes a minute in all, so these tests belong to the long runs. The other tests of this folder use
+the versions installed beside cachetool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Library = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """Installs requirements into a folder, once a session; skips where pip reaches no index."""
+    """Install requirements into a folder, once per session; skip if pip reaches no index."""
     folders: dict[tuple[str, ...], Path] = {}
 
     def install(*requirements: str) -> Path:
@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 def child(program: str, folder: Path, *args: object) -> str:
-    """What a program prints that finds the libraries in ``folder`` before all others."""
+    """Return the output of a program that imports the libraries in ``folder`` before all others."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *map(str, args)],
         capture_output=True,
@@ -76,7 +76,7 @@ H5PY = {"3.14.0": "1.14", "3.16.0": "2.0"}
 
 @pytest.mark.parametrize("writer", H5PY)
 def test_hdf5_files_of_ours_open_in_hdf5_1_14_and_2_0(library: Library, tmp_path: Path, writer: str) -> None:
-    """Written by either, read by either: plain and compressed, every type of field."""
+    """Written by either version and read by either: uncompressed and compressed, every type of field."""
     said = child(OURS, library(f"h5py=={writer}"), tmp_path).split()
     assert said[0] == writer
     assert said[1].startswith(H5PY[writer])

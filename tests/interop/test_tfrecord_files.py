@@ -1,6 +1,6 @@
-"""TFRecord files of ours in the ``tfrecord`` package, which lives in a process of its own.
+"""TFRecord files of ours in the ``tfrecord`` package, which runs in a separate process.
 
-It cannot be imported beside TensorFlow, whose reader is the one of ``test_formats_doc.py``.
+The package cannot be imported beside TensorFlow; ``test_formats_doc.py`` uses TensorFlow's reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(script: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_tfrecord_package_reads_ours(tmp_path: Path) -> None:
+def test_the_tfrecord_package_reads_our_files(tmp_path: Path) -> None:
     """Numbers, bytes and shapes through ``tfrecord_loader``."""
     schema = Schema(
         (

@@ -1,4 +1,6 @@
-"""Loaders are tried in processes of their own: workers are forked there, and no framework is loaded into pytest."""
+"""Common parts of the loader tests. Loaders run in separate processes: their workers are forked there, and no framework
+is imported into pytest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Script = Callable[..., dict[str, Any]]
 
 
 def run_script(name: str, *arguments: object, seconds: float = 480) -> Any:
-    """What a script in ``scripts/`` prints within ``seconds``: one line of JSON."""
+    """Return the line of JSON that a script in ``scripts/`` prints within ``seconds``."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
         "PYTHONPATH": str(REPOSITORY),
@@ -42,7 +44,7 @@ def run_script(name: str, *arguments: object, seconds: float = 480) -> Any:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[CacheDir]:
-    """An LMDB cache of three shards of 20 samples."""
+    """Create an LMDB cache of three shards of 20 samples."""
     with open_cache(tmp_path / "cache", max_size="20MB") as opened:
         for start in (0, 20, 40):
             put(opened, range(start, start + 20))
@@ -51,7 +53,7 @@ def cache(tmp_path: Path) -> Iterator[CacheDir]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Any]:
-    """Runs a program in a process of its own, which does not outlive the test."""
+    """Run a program in a separate process that ends with the test."""
     begun: list[subprocess.Popen[str]] = []
 
     def run(text: str, *arguments: object, how: str = "script") -> subprocess.Popen[str]:

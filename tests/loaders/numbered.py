@@ -1,6 +1,6 @@
-"""Samples whose values follow from their number, caches filled with them, and what a loader must give back for them.
+"""Samples whose values follow from their number, caches filled with them, and checks of what a loader delivers.
 
-Imported by the scripts beside it, which are run as processes of their own, and by the tests.
+Imported by the tests, and by the scripts of this folder, which run as separate processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL = Schema(
 """One field of each kind."""
 
 KEYED = Schema((Field("__key__", "str"), Field("number", "<i8")))
-"""Samples with a key of their own each."""
+"""Samples that have their own key."""
 
 NUMERIC = ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "M8[us]", "m8[s]")
 _NAMES = [np.dtype(d).name.replace("[", " ").replace("]", "") for d in NUMERIC]
@@ -51,7 +51,7 @@ EVERY = Schema(
 
 
 def sample(schema: Schema, number: int) -> dict[str, Any]:
-    """The sample with this number."""
+    """Return the sample with this number."""
     rng = np.random.default_rng(number)
     out: dict[str, Any] = {}
     for field in schema:
@@ -82,7 +82,7 @@ def put(
     dataset: str = "default",
     compression: str | None = None,
 ) -> str:
-    """Commit one shard of the samples with these numbers; gives its id."""
+    """Commit one shard of the samples with these numbers. Return its id."""
     samples = [sample(schema, n) for n in numbers]
     return put_samples(cache, samples, format=format, schema=schema, dataset=dataset, compression=compression)
 
@@ -96,7 +96,7 @@ def put_samples(
     dataset: str = "default",
     compression: str | None = None,
 ) -> str:
-    """Commit one shard of these samples; gives its id."""
+    """Commit one shard of these samples. Return its id."""
     kind, block = get_format(format), Block.from_samples(schema, samples)
     cache.declare(dataset, schema)
     bound = shard_bound(kind, schema, block.samples, block.nbytes)
@@ -111,7 +111,9 @@ def put_samples(
 
 
 def digest(schema: Schema, values: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over field names, shapes and bytes of one sample as a loader gives it; any NumPy-like."""
+    """Return 16 hexadecimal digits over field names, shapes and bytes of one sample. Values may be any NumPy-like
+    arrays.
+    """
     hashed = hashlib.blake2b(digest_size=8)
     for field in schema:
         value = values[field.name]
@@ -128,11 +130,11 @@ def digest(schema: Schema, values: Mapping[str, Any]) -> str:
 
 
 def digests(schema: Schema, numbers: Iterable[int]) -> list[str]:
-    """Digests of the samples with these numbers as they were written, sorted."""
+    """Return the sorted digests of the samples with these numbers as they were written."""
     return sorted(digest(schema, sample(schema, n)) for n in numbers)
 
 
 def leases(cache: CacheDir) -> list[int]:
-    """The versions that live leases hold, after those of dead processes were given back."""
+    """Return the versions that live leases hold, after dead processes were recovered."""
     cache.recover()
     return [row["version"] for row in cache.catalog.rows("SELECT version FROM leases ORDER BY version")]

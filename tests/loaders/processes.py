@@ -1,4 +1,4 @@
-"""What tests of loaders ask the kernel about processes."""
+"""Questions of the loader tests to the kernel about processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def children() -> list[int]:
-    """Feeders of this process, those of each loader together; a leader is the last of them."""
+    """Return the feeders of this process, grouped by loader, without their keepers. The leader is the last feeder of a
+    loader.
+    """
     parents = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -22,7 +24,7 @@ def children() -> list[int]:
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until a condition holds; for what happens in another process."""
+    """Wait until a condition holds that another process brings about."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -30,7 +32,7 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie: with none of its threads, the last of which lets go of its locks."""
+    """Return True until a process has ended with all its threads; its last thread releases its locks."""
     with contextlib.suppress(OSError):
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return state != "Z" or int(others[16]) > 1

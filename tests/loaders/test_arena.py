@@ -1,4 +1,4 @@
-"""One range of addresses with many files in it."""
+"""One range of addresses that contains many mapped files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_an_unmapped_file_is_let_go_and_the_others_stay(tmp_path: Path) -> None:
+def test_an_unmapped_file_is_released_and_the_others_stay(tmp_path: Path) -> None:
     arena = Arena(2**30)
     one, two = files(tmp_path, 5000, 5000)
     first, second = arena.map(one), arena.map(two)
@@ -72,7 +72,7 @@ def test_an_unmapped_file_is_let_go_and_the_others_stay(tmp_path: Path) -> None:
     assert arena.bytes[second[0] : second[0] + 5000].tobytes() == two.read_bytes()
 
 
-def test_all_is_unmapped_with_the_last_array_that_points_there(tmp_path: Path) -> None:
+def test_the_range_is_unmapped_with_the_last_array_that_points_into_it(tmp_path: Path) -> None:
     arena = Arena(2**30)
     [path] = files(tmp_path, 5000)
     place = arena.map(path)
@@ -85,7 +85,7 @@ def test_all_is_unmapped_with_the_last_array_that_points_there(tmp_path: Path) -
     assert not mapped(path)
 
 
-def test_a_full_range_maps_nothing_more_and_says_when_it_is_spent(tmp_path: Path) -> None:
+def test_a_full_range_maps_no_more_files_and_reports_that_it_is_used_up(tmp_path: Path) -> None:
     arena = Arena(18 * 2**20)
     [path] = files(tmp_path, 3 * 2**20)
     places = [arena.map(path) for _ in range(5)]
@@ -99,7 +99,7 @@ def test_a_full_range_maps_nothing_more_and_says_when_it_is_spent(tmp_path: Path
     assert arena.map(path) is None
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Arena(2**30).map(tmp_path / "nothing")
 
@@ -113,8 +113,8 @@ def test_a_map_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(2**40, "True"), (2**34, "False")])
-def test_under_a_limit_on_addresses_less_is_reserved_or_nothing(limit: int, expected: str) -> None:
-    """As under ``ulimit -v``, in a process of its own."""
+def test_under_a_limit_on_addresses_a_smaller_range_or_none_is_reserved(limit: int, expected: str) -> None:
+    """The test runs in a separate process, as under ``ulimit -v``."""
     script = """
 from cachetool.loaders.read.arena import open_arena
 arena = open_arena()

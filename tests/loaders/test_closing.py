@@ -1,5 +1,6 @@
-"""Ends of loaders at bad moments: closed by a signal's handler in the middle of any call, interrupted twice, killed
-while a transform lets go of nothing."""
+"""Ends of loaders at bad moments: closed by a signal handler in the middle of any call, interrupted twice, killed while
+a transform holds the GIL.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ CLOSES = """
     print(json.dumps(found))
 """
 CLOSED = (
-    "the loader was closed while a batch was waited for",
+    "the loader was closed while the program waited for a batch",
     "the feeders of this iterator ended; iterate the loader again",
-    "this iterator ended when its loader was iterated again, closed or interrupted",
+    "this iterator ended because its loader was iterated again, closed or interrupted",
 )
 
 
@@ -83,7 +84,7 @@ PLACES = [
 @pytest.mark.parametrize("step", [pytest.param(3, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("workers", "function"), PLACES, ids=[f"{each.__name__}-{n}" for n, each in PLACES])
 def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: Any, cache: CacheDir, step: int) -> None:
-    """The epoch comes whole then, or ends as that of a loader that was closed."""
+    """The epoch is then complete, or ends with the error of a closed loader."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code is function.__code__ and event == "line":
@@ -113,10 +114,8 @@ def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: An
     assert leases(cache) == []
 
 
-def test_a_handler_may_close_a_loader_while_the_catalog_is_asked(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call that it interrupts gives the lease back."""
+def test_a_handler_may_close_a_loader_during_a_catalog_query(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupted call returns the lease."""
     told = EpochSnapshots.delivered
 
     def closing(self: EpochSnapshots, *arguments: Any) -> None:
@@ -125,20 +124,20 @@ def test_a_handler_may_close_a_loader_while_the_catalog_is_asked(
 
     monkeypatch.setattr(EpochSnapshots, "delivered", closing)
     loader = Loader(cache, batch_size=60, workers=0, fields=["number"])
-    with pytest.raises(UsageError, match="closed"):  # it comes before the last batch
+    with pytest.raises(UsageError, match="closed"):  # the close comes before the last batch
         next(iter(loader))
     until(lambda: not leases(cache))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_closing_ends_a_wait_for_samples_and_no_snapshot_is_taken_then(
+def test_closing_ends_a_wait_for_samples_without_a_new_snapshot(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         _ = cache.catalog
         loader = Loader(cache, batch_size=4, workers=workers, wait=100)
         if workers:
-            timer = threading.Timer(0.3, loader.close)  # its feeder waits, or has not begun yet: it is the same
+            timer = threading.Timer(0.3, loader.close)  # its feeder waits or has not started yet; both end alike
             timer.start()
         else:
             monkeypatch.setattr(in_process.Talk, "tell", lambda *_: (loader.close(), put(cache, range(8))))
@@ -149,7 +148,7 @@ def test_closing_ends_a_wait_for_samples_and_no_snapshot_is_taken_then(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_interrupt_while_samples_are_waited_for_leaves_nobody_waiting(
+def test_an_interrupt_during_a_wait_for_samples_leaves_no_waiting_process(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -180,22 +179,22 @@ def test_an_interrupt_while_samples_are_waited_for_leaves_nobody_waiting(
         loader.close()
 
 
-def test_a_loader_that_is_closed_while_a_batch_is_made_here_gives_its_lease_back(cache: CacheDir) -> None:
+def test_a_loader_closed_while_this_process_builds_a_batch_returns_its_lease(cache: CacheDir) -> None:
     def closing(sample: dict[str, Any]) -> dict[str, Any]:
         loader.close()
-        held.append(len(leases(cache)))  # what is being read stays until the batch ends
+        held.append(len(leases(cache)))  # samples that are being read stay until the batch ends
         return sample
 
     held: list[int] = []
     loader = Loader(cache, batch_size=4, workers=0, transform=closing)
-    with pytest.raises(CacheToolError, match="closed while a batch was waited for"):
+    with pytest.raises(CacheToolError, match="the loader was closed"):
         next(iter(loader))
     assert held[0] == 1
     assert leases(cache) == []
     loader.close()
 
 
-def test_an_interrupt_in_a_transform_that_runs_here_ends_the_loop_and_the_epoch_goes_on(cache: CacheDir) -> None:
+def test_an_interrupt_in_a_transform_without_workers_ends_the_loop_and_the_epoch_continues(cache: CacheDir) -> None:
     def interrupted(sample: dict[str, Any]) -> dict[str, Any]:
         if int(sample["number"]) == stop[0]:
             raise KeyboardInterrupt
@@ -211,7 +210,7 @@ def test_an_interrupt_in_a_transform_that_runs_here_ends_the_loop_and_the_epoch_
         assert before + [n for batch in loader for n in batch["number"].tolist()] == list(range(60))
 
 
-def test_a_handler_may_save_the_state_while_a_batch_is_made_here(cache: CacheDir) -> None:
+def test_a_handler_may_save_the_state_while_this_process_builds_a_batch(cache: CacheDir) -> None:
     def saving(sample: dict[str, Any]) -> dict[str, Any]:
         if int(sample["number"]) == 20:
             states.append(loader.state_dict())
@@ -271,7 +270,7 @@ def test_feeders_that_hold_the_gil_end_with_a_killed_trainer(script: Any, cache:
     process.stderr.close()
 
 
-def test_a_second_interrupt_while_feeders_are_stopped_leaves_none_of_them(script: Any, cache: CacheDir) -> None:
+def test_a_second_interrupt_while_feeders_are_stopped_leaves_no_feeder(script: Any, cache: CacheDir) -> None:
     process = script(HOLDS, cache.root, "closes")
     feeders = [int(pid) for pid in process.stdout.readline().split()]
     assert process.stdout.read() == "0\n"
@@ -281,27 +280,27 @@ def test_a_second_interrupt_while_feeders_are_stopped_leaves_none_of_them(script
     process.stderr.close()
 
 
-def test_the_pipe_of_a_child_that_ended_is_closed_once_by_a_loader_that_a_handler_closes_meanwhile(
+def test_a_handler_that_closes_a_loader_closes_the_pipe_of_an_ended_child_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inherited = forks.Inherited(list)
     reading, writing = os.pipe()
     inherited.note(reading, frozenset({0}))
-    os.close(writing)  # the child's: it ended
+    os.close(writing)  # the child's end of the pipe: the child ended
     files: list[int] = []
 
     def interrupted(*_: int) -> set[int]:
         inherited.close()
-        files.append(os.open(os.devnull, os.O_RDONLY))  # which gets the number that is free now
+        files.append(os.open(os.devnull, os.O_RDONLY))  # the file gets the descriptor number that is free now
         return {reading}
 
     monkeypatch.setattr(forks, "ready", interrupted)
     assert inherited.ended() == []
     assert files == [reading]
-    os.close(files[0])  # it is still ours
+    os.close(files[0])  # the descriptor still belongs to this test
 
 
-def test_an_lmdb_file_may_be_closed_by_a_handler_while_its_thread_opens_another(
+def test_a_handler_may_close_an_lmdb_file_while_its_thread_opens_another(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (shard.data for shard in cache.shards()[:2])
@@ -320,10 +319,10 @@ def test_an_lmdb_file_may_be_closed_by_a_handler_while_its_thread_opens_another(
         opened.env.stat()
 
 
-def test_a_handler_may_close_a_loader_while_it_looks_whether_its_feeders_live(
+def test_a_handler_may_close_a_loader_while_it_checks_its_feeders(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``Popen.poll`` has a lock then, without which ``wait`` waits for ever."""
+    """``Popen.poll`` holds a lock at that moment, and ``wait`` without that lock would wait forever."""
     monkeypatch.setattr(processes, "_GRACE", 0.2)
     loader = Loader(cache, batch_size=4, workers=1, fields=["number"])
     batches = iter(loader)

@@ -1,5 +1,6 @@
-"""The contract of a loader with trainers: lengths, ``iter()`` more than once, ranks looked up at first use, epochs of
-fixed length, and the one line about an epoch that a trainer cut."""
+"""The contract of a loader with trainers: lengths, repeated ``iter()``, ranks found at first use, epochs of fixed
+length, and the one warning about an epoch that a trainer cut short.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ from tests.loaders.processes import until
 
 Make = Callable[..., Any]
 KINDS = {"numpy": numpy_loader.Loader, "torch": torch_loader.Loader}
-OLD = "ended when its loader was iterated again"
+OLD = "ended because its loader was iterated again"
 
 
 FIRST = [("numpy", 0), ("torch", 2)]
-"""By default; the long runs have the others."""
+"""The default combinations; the long runs have the others."""
 
 
 @pytest.fixture(
@@ -46,7 +47,7 @@ FIRST = [("numpy", 0), ("torch", 2)]
     ]
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes loaders of one kind, with so many workers, which are closed at the end."""
+    """Return a function that creates loaders of one kind with some workers and closes them at the end."""
     kind, workers = request.param
     made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -61,17 +62,17 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def numbers(batches: Any) -> list[int]:
-    """The numbers of the samples of these batches, in order."""
+    """Return the numbers of the samples of these batches, in order."""
     return [int(number) for batch in batches for number in batch["number"]]
 
 
 def taken(batches: Iterator[Any], count: int) -> list[int]:
-    """The numbers of the samples of the next ``count`` batches."""
+    """Return the numbers of the samples of the next ``count`` batches."""
     return numbers(next(batches) for _ in range(count))
 
 
 def grow(cache: CacheDir) -> None:
-    """Commit 20 more samples, behind those that are there."""
+    """Commit 20 more samples."""
     there = sum(shard.samples for shard in cache.shards())
     put(cache, range(there, there + 20))
 
@@ -79,7 +80,7 @@ def grow(cache: CacheDir) -> None:
 # -- len() -------------------------------------------------------------------------------------------------------------
 
 
-def test_len_is_the_whole_epoch_before_in_the_middle_of_and_after_it(make: Make, cache: CacheDir) -> None:
+def test_len_is_that_of_the_whole_epoch_before_during_and_after_it(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     assert len(loader) == 15
     batches = iter(loader)
@@ -95,7 +96,7 @@ def test_len_is_the_whole_epoch_before_in_the_middle_of_and_after_it(make: Make,
     assert len(numbers(loader)) == 80
 
 
-def test_len_is_the_whole_epoch_before_and_after_its_rest_was_begun(make: Make, cache: CacheDir) -> None:
+def test_len_of_a_resumed_epoch_is_that_of_the_whole_epoch(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     before = taken(iter(loader), 6)
     state = json.loads(json.dumps(loader.state_dict()))
@@ -115,7 +116,7 @@ def test_len_is_the_whole_epoch_before_and_after_its_rest_was_begun(make: Make, 
     assert sorted(numbers(again)) == list(range(80))
 
 
-def test_len_counts_steps_with_those_before_the_epoch_was_resumed(make: Make, cache: CacheDir) -> None:
+def test_len_of_a_resumed_epoch_includes_the_steps_before_the_resume(make: Make, cache: CacheDir) -> None:
     loader = make(cache, steps=8)
     taken(iter(loader), 6)
     state = loader.state_dict()
@@ -131,7 +132,7 @@ def test_len_counts_steps_with_those_before_the_epoch_was_resumed(make: Make, ca
 # -- iter() ------------------------------------------------------------------------------------------------------------
 
 
-def test_iter_again_is_the_same_epoch_on_the_same_snapshot_although_the_cache_grew(make: Make, cache: CacheDir) -> None:
+def test_iter_again_repeats_the_epoch_on_the_same_snapshot_although_the_cache_grew(make: Make, cache: CacheDir) -> None:
     loader, other = make(cache, seed=3), make(cache, seed=3)
     expected = numbers(other)
 
@@ -146,7 +147,7 @@ def test_iter_again_is_the_same_epoch_on_the_same_snapshot_although_the_cache_gr
     assert sorted(numbers(loader)) == list(range(120)), "the next epoch has all that came"
 
 
-def test_an_older_iterator_raises_once_there_is_a_newer_one(make: Make, cache: CacheDir) -> None:
+def test_an_older_iterator_raises_after_a_newer_one_was_created(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     first, second = iter(loader), iter(loader)
     with pytest.raises(UsageError, match=OLD):
@@ -158,7 +159,7 @@ def test_an_older_iterator_raises_once_there_is_a_newer_one(make: Make, cache: C
     assert sorted(got) == list(range(60))
 
 
-def test_an_older_iterator_that_is_collected_takes_nothing_from_the_newer_one(make: Make, cache: CacheDir) -> None:
+def test_garbage_collection_of_an_older_iterator_does_not_affect_the_newer_one(make: Make, cache: CacheDir) -> None:
     loader = make(cache, hold=0.2)
     first, second = iter(loader), iter(loader)
     del first
@@ -182,7 +183,7 @@ def test_a_dropped_iterator_leaves_its_epoch_to_the_next_one(make: Make, cache: 
     assert loader.epoch == 1
 
 
-def test_a_dropped_iterator_gives_its_snapshot_up_after_hold_seconds(make: Make, cache: CacheDir) -> None:
+def test_a_dropped_iterator_releases_its_snapshot_after_hold_seconds(make: Make, cache: CacheDir) -> None:
     loader = make(cache, hold=0.0)
     batches = iter(loader)
     del batches
@@ -193,7 +194,7 @@ def test_a_dropped_iterator_gives_its_snapshot_up_after_hold_seconds(make: Make,
     assert loader.epoch == 1
 
 
-def test_an_epoch_of_which_a_batch_was_taken_is_not_given_again(make: Make, cache: CacheDir) -> None:
+def test_an_epoch_with_a_delivered_batch_is_not_repeated(make: Make, cache: CacheDir) -> None:
     loader = make(cache, seed=3)
     first = taken(iter(loader), 1)
     second = taken(iter(loader), 1)
@@ -204,7 +205,7 @@ def test_an_epoch_of_which_a_batch_was_taken_is_not_given_again(make: Make, cach
 # -- set_epoch() and attributes ----------------------------------------------------------------------------------------
 
 
-def test_set_epoch_chooses_the_order_as_epoch_does(make: Make, cache: CacheDir) -> None:
+def test_set_epoch_chooses_the_order_like_the_epoch_attribute(make: Make, cache: CacheDir) -> None:
     loader, other = make(cache), make(cache)
     loader.set_epoch(7)
     other.epoch = 7
@@ -215,14 +216,14 @@ def test_set_epoch_chooses_the_order_as_epoch_does(make: Make, cache: CacheDir) 
     assert numbers(loader) == order
 
 
-def test_set_epoch_before_every_epoch_changes_nothing(make: Make, cache: CacheDir) -> None:
+def test_set_epoch_before_every_epoch_is_allowed_and_changes_nothing(make: Make, cache: CacheDir) -> None:
     loader, other = make(cache), make(cache)
     for epoch in range(3):
         loader.set_epoch(epoch)
         assert numbers(loader) == numbers(other)
 
 
-def test_set_epoch_of_the_epoch_that_was_begun_leaves_it_as_it_is(make: Make, cache: CacheDir) -> None:
+def test_set_epoch_with_the_current_epoch_changes_nothing(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     batches = iter(loader)
     loader.set_epoch(0)
@@ -234,7 +235,7 @@ def test_set_epoch_of_the_epoch_that_was_begun_leaves_it_as_it_is(make: Make, ca
     del batches
 
 
-def test_set_epoch_of_another_number_begins_that_one(make: Make, cache: CacheDir) -> None:
+def test_set_epoch_with_another_number_begins_that_epoch(make: Make, cache: CacheDir) -> None:
     loader, other = make(cache), make(cache)
     other.epoch = 5
     batches = iter(loader)
@@ -244,7 +245,7 @@ def test_set_epoch_of_another_number_begins_that_one(make: Make, cache: CacheDir
         next(batches)
 
 
-def test_set_epoch_is_ignored_right_behind_load_state_dict(make: Make, cache: CacheDir) -> None:
+def test_set_epoch_is_ignored_directly_after_load_state_dict(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     before = taken(iter(loader), 6)
 
@@ -259,7 +260,7 @@ def test_set_epoch_is_ignored_right_behind_load_state_dict(make: Make, cache: Ca
         again.set_epoch(-1)
 
 
-def test_batch_size_and_drop_last_can_be_read_and_not_set(make: Make, cache: CacheDir) -> None:
+def test_batch_size_and_drop_last_are_read_only(make: Make, cache: CacheDir) -> None:
     loader = make(cache, drop_last=True)
     assert (loader.batch_size, loader.drop_last) == (4, True)
     assert (loader.epochs_of(steps=2).batch_size, loader.epochs_of(steps=2).drop_last) == (4, True)
@@ -268,8 +269,8 @@ def test_batch_size_and_drop_last_can_be_read_and_not_set(make: Make, cache: Cac
         loader.batch_size = 8
 
 
-def test_what_trainers_look_for_or_set_on_a_data_loader_is_not_there(make: Make, cache: CacheDir) -> None:
-    """Lightning sets ``_iterator``; an object with ``dataset`` or ``sampler`` is taken for a DataLoader by all."""
+def test_a_loader_lacks_the_attributes_by_which_trainers_recognise_a_data_loader(make: Make, cache: CacheDir) -> None:
+    """Lightning sets ``_iterator``. Every trainer takes an object with ``dataset`` or ``sampler`` for a DataLoader."""
     loader = make(cache)
     batches = iter(loader)
     got = taken(batches, 2)
@@ -286,7 +287,7 @@ def test_what_trainers_look_for_or_set_on_a_data_loader_is_not_there(make: Make,
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Sets RANK and WORLD_SIZE."""
+    """Return a function that sets RANK and WORLD_SIZE."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -310,7 +311,7 @@ def test_rank_and_world_size_are_looked_up_at_first_use(
     assert abs(len(got[0]) - len(got[1])) <= 4
 
 
-def test_a_world_without_a_run_is_refused_at_first_use(
+def test_a_world_size_without_a_run_is_refused_at_first_use(
     make: Make, cache: CacheDir, place: Callable[[int, int], None]
 ) -> None:
     loader = make(cache)
@@ -322,7 +323,7 @@ def test_a_world_without_a_run_is_refused_at_first_use(
     assert len(loader) == 15
 
 
-def test_a_world_that_changed_divides_the_next_epoch(
+def test_a_changed_world_size_divides_the_next_epoch(
     make: Make, cache: CacheDir, place: Callable[[int, int], None]
 ) -> None:
     loader = make(cache, run="r")
@@ -335,7 +336,7 @@ def test_a_world_that_changed_divides_the_next_epoch(
     assert loader.epoch == 3
 
 
-def test_an_epoch_that_was_begun_is_begun_anew_in_another_world(
+def test_a_begun_epoch_starts_again_with_another_world_size(
     make: Make, cache: CacheDir, place: Callable[[int, int], None]
 ) -> None:
     loader = make(cache, run="r")
@@ -351,7 +352,7 @@ def test_an_epoch_that_was_begun_is_begun_anew_in_another_world(
 def test_forked_processes_look_their_rank_up_again(
     used: str, make: Make, cache: CacheDir, place: Callable[[int, int], None], tmp_path: Path
 ) -> None:
-    """Lightning's ddp_fork forks the ranks of a loader that was made, and perhaps counted, before."""
+    """Lightning's ddp_fork forks the ranks after the loader was created, and perhaps after its length was asked."""
     loader = make(cache, run="r")
     kept: Any = None
     if used == "counted":
@@ -362,7 +363,7 @@ def test_forked_processes_look_their_rank_up_again(
     pids = []
     for rank in range(2):
         if (pid := os.fork()) == 0:
-            try:  # nothing of pytest may run in the child
+            try:  # no code of pytest may run in the child
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
                 loader.epoch = 3
                 got = {"len": len(loader), "got": numbers(loader)}
@@ -386,7 +387,9 @@ def test_forked_processes_look_their_rank_up_again(
 
 
 def cut(loader: Any, cache: CacheDir, *, count: int = 0) -> None:
-    """Two epochs of a trainer that keeps the first length, or takes ``count`` batches; the cache grows in between."""
+    """Train two epochs like a trainer that keeps the first length, or takes ``count`` batches. The cache grows in
+    between.
+    """
     kept = len(loader)
     for epoch in range(2):
         batches = iter(loader)
@@ -398,16 +401,18 @@ def cut(loader: Any, cache: CacheDir, *, count: int = 0) -> None:
     del batches
 
 
-LINE = "cachetool: epoch 1 was left after 15 of 20 batches, the length of epoch 0: "
+LINE = "cachetool: epoch 1 ended after 15 of 20 batches, "
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of cachetool on stderr."""
+    """Return cachetool's lines on stderr."""
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("cachetool: ")]
 
 
 @pytest.mark.parametrize("when", ["iterated", "closed", "collected"])
-def test_a_cut_epoch_is_said_once(when: str, make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_epoch_is_reported_once(
+    when: str, make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     loader = make(cache)
     cut(loader, cache)
     assert said(capfd) == []
@@ -421,7 +426,7 @@ def test_a_cut_epoch_is_said_once(when: str, make: Make, cache: CacheDir, capfd:
     assert [line[: len(LINE)] for line in said(capfd)] == [LINE]
 
 
-def test_a_cut_epoch_is_said_once_in_all(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_cut_epochs_are_reported_once(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
     loader = make(cache)
     cut(loader, cache)
     for _ in range(3):
@@ -433,7 +438,9 @@ def test_a_cut_epoch_is_said_once_in_all(make: Make, cache: CacheDir, capfd: pyt
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_cut_epoch_is_said_when_the_process_ends_without_close(workers: int, cache: CacheDir, script: Any) -> None:
+def test_a_cut_epoch_is_reported_when_the_process_ends_without_close(
+    workers: int, cache: CacheDir, script: Any
+) -> None:
     process = script(
         """
         import sys
@@ -460,20 +467,22 @@ def test_a_cut_epoch_is_said_when_the_process_ends_without_close(workers: int, c
     assert [line[: len(LINE)] for line in errors.splitlines()] == [LINE]
 
 
-def test_a_break_elsewhere_is_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_break_before_the_first_length_is_not_reported_as_a_cut(
+    make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     loader = make(cache)
     cut(loader, cache, count=14)
     loader.close()
     assert said(capfd) == []
 
 
-def test_epochs_that_are_read_whole_by_their_own_lengths_are_no_cut(
+def test_epochs_read_to_their_own_length_are_not_reported_as_cut(
     make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loader = make(cache)
     for epoch in range(3):
         batches = iter(loader)
-        assert len(taken(batches, len(loader))) == 60 + 20 * epoch  # never asked for more, as trainers do
+        assert len(taken(batches, len(loader))) == 60 + 20 * epoch  # never asks for one batch more, like trainers
         grow(cache)
         loader.refresh()
     del batches
@@ -481,7 +490,9 @@ def test_epochs_that_are_read_whole_by_their_own_lengths_are_no_cut(
     assert said(capfd) == []
 
 
-def test_steps_are_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_epochs_of_steps_are_not_reported_as_cut(
+    make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     loader = make(cache, steps=8)
     for _ in range(3):
         assert len(taken(iter(loader), len(loader))) == 32
@@ -490,7 +501,9 @@ def test_steps_are_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixt
     assert said(capfd) == []
 
 
-def test_epochs_of_fixed_length_are_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_epochs_of_fixed_length_are_not_reported_as_cut(
+    make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     loader = make(cache)
     view = loader.epochs_of(steps=len(loader))
     for _ in range(4):
@@ -502,7 +515,7 @@ def test_epochs_of_fixed_length_are_no_cut(make: Make, cache: CacheDir, capfd: p
     assert said(capfd) == []
 
 
-def test_another_rank_than_the_first_says_nothing(
+def test_only_rank_0_reports_a_cut_epoch(
     make: Make, cache: CacheDir, place: Callable[[int, int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (1, 0):
@@ -521,7 +534,7 @@ def test_another_rank_than_the_first_says_nothing(
 # -- epochs of fixed length --------------------------------------------------------------------------------------------
 
 
-def test_epochs_of_a_fixed_length_go_on_through_passes_that_grow(make: Make, cache: CacheDir) -> None:
+def test_epochs_of_a_fixed_length_continue_through_growing_passes(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     view = loader.epochs_of(steps=10)
     got: list[list[int]] = []
@@ -531,7 +544,7 @@ def test_epochs_of_a_fixed_length_go_on_through_passes_that_grow(make: Make, cac
         grow(cache)
         loader.refresh()
     together = [number for each in got for number in each]
-    # 60, then a pass begun after one epoch and a half, when 40 more samples were there
+    # 60 samples, then a pass that began after one and a half epochs, when 40 more samples had arrived
     assert sorted(together[:60]) == list(range(60))
     assert sorted(together[60 : 60 + 80]) == list(range(80))
     assert len(together[140:]) == 60
@@ -541,7 +554,7 @@ def test_epochs_of_a_fixed_length_go_on_through_passes_that_grow(make: Make, cac
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place for the caches of the property test."""
+    """Return a folder for the caches of the property test."""
     return tmp_path_factory.mktemp("fixed")
 
 
@@ -555,10 +568,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drop_last=st.booleans(),
     kind=st.sampled_from(sorted(KINDS)),
 )
-def test_passes_are_whole_and_states_exact_for_any_length_of_an_epoch(
+def test_passes_are_complete_and_states_exact_for_any_length_of_an_epoch(
     shards: Path, steps: int, batch_size: int, first: int, more: list[int], stop: int, drop_last: bool, kind: str
 ) -> None:
-    """In the middle of it all, after ``stop`` batches, another loader goes on by the state."""
+    """Another loader resumes from the state in the middle, after ``stop`` batches."""
     samples = first + batch_size
     with open_cache(tempfile.mkdtemp(dir=shards) + "/cache", max_size="20MB") as cache:
         put(cache, range(samples))
@@ -585,7 +598,7 @@ def test_passes_are_whole_and_states_exact_for_any_length_of_an_epoch(
                     view.load_state_dict(state)
                     break
             if at < steps:
-                for batch in view:  # the rest of the epoch that was resumed
+                for batch in view:  # the remaining batches of the resumed epoch
                     progress = view.loader._progress
                     snapshots[progress.begun.epoch] = progress.begun.steps.samples
                     got.setdefault(progress.begun.epoch, []).extend(map(int, batch["number"]))
@@ -605,8 +618,8 @@ def test_passes_are_whole_and_states_exact_for_any_length_of_an_epoch(
     assert sorted(got) == list(range(len(got)))
 
 
-def test_a_state_at_any_position_goes_on_with_the_next_batch(make: Make, cache: CacheDir) -> None:
-    """Also at the end of a pass, of an epoch, and before the first batch."""
+def test_a_state_at_any_position_resumes_with_the_next_batch(make: Make, cache: CacheDir) -> None:
+    """The positions include the end of a pass, the end of an epoch, and the start before the first batch."""
     options = {"batch_size": 12, "seed": 5}  # passes of 5 batches
     whole = make(cache, **options).epochs_of(steps=4)
     expected = [batch for _ in range(3) for batch in map(numbers, ([each] for each in whole))]
@@ -630,7 +643,7 @@ def test_a_state_at_any_position_goes_on_with_the_next_batch(make: Make, cache: 
     assert lengths == [4, 4, 4]
 
 
-def test_the_rest_of_an_epoch_is_given_after_its_state_was_loaded(make: Make, cache: CacheDir) -> None:
+def test_the_remaining_batches_of_an_epoch_follow_after_its_state_was_loaded(make: Make, cache: CacheDir) -> None:
     view = make(cache).epochs_of(steps=10)
     numbers(view)
     before = taken(iter(view), 7)
@@ -639,19 +652,19 @@ def test_the_rest_of_an_epoch_is_given_after_its_state_was_loaded(make: Make, ca
     again = make(cache).epochs_of(steps=10)
     again.load_state_dict(state)
     assert len(again) == 10
-    iter(again)  # trainers call it more than once
+    iter(again)  # trainers call iter() more than once
     rest = numbers(again)
     assert len(rest) == 12
     assert not set(rest) & set(before[20:]), "the second pass, of which 2 batches were delivered"
     assert len(numbers(again)) == 40
 
-    other = make(cache).epochs_of(steps=8)  # another length, of which 7 are done
+    other = make(cache).epochs_of(steps=8)  # another length; 7 steps of it are done
     other.load_state_dict(state)
     assert numbers(other) == rest[:4]
     assert len(numbers(other)) == 32
 
 
-def test_a_break_ends_an_epoch_and_no_pass(make: Make, cache: CacheDir) -> None:
+def test_a_break_ends_an_epoch_but_not_the_pass(make: Make, cache: CacheDir) -> None:
     view = make(cache).epochs_of(steps=10)
     got = []
     for batch in view:
@@ -665,7 +678,7 @@ def test_a_break_ends_an_epoch_and_no_pass(make: Make, cache: CacheDir) -> None:
     assert sorted(got + rest) == list(range(60))
 
 
-def test_iter_again_before_the_first_batch_gives_the_same(make: Make, cache: CacheDir) -> None:
+def test_iter_again_before_the_first_batch_repeats_the_epoch(make: Make, cache: CacheDir) -> None:
     view, other = make(cache).epochs_of(steps=10), make(cache).epochs_of(steps=10)
     expected = numbers(other)
     for _ in range(3):
@@ -691,8 +704,8 @@ def test_an_older_iterator_of_an_epoch_of_fixed_length_raises(make: Make, cache:
         next(kept)
 
 
-def test_an_error_ends_a_pass_and_no_more(make: Make, cache: CacheDir, tmp_path: Path) -> None:
-    """In a notebook the cell is run again."""
+def test_after_an_error_the_next_pass_can_begin(make: Make, cache: CacheDir, tmp_path: Path) -> None:
+    """A notebook's user runs the cell again."""
     once = tmp_path / "once"
 
     def fails_once(sample: dict[str, Any]) -> dict[str, Any]:
@@ -708,13 +721,13 @@ def test_an_error_ends_a_pass_and_no_more(make: Make, cache: CacheDir, tmp_path:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, "3", None])
-def test_a_length_that_is_none_is_refused(steps: Any, cache: CacheDir) -> None:
+def test_an_invalid_number_of_steps_is_refused(steps: Any, cache: CacheDir) -> None:
     with numpy_loader.Loader(cache, batch_size=4, workers=0) as loader, pytest.raises(UsageError, match="steps="):
         loader.epochs_of(steps=steps)
 
 
 @pytest.mark.parametrize("state", [{}, {"state": 1, "at": -1, "loader": {}}, {"state": 2, "at": 0, "loader": {}}, 3])
-def test_what_is_no_state_of_epochs_of_fixed_length_is_refused(state: Any, cache: CacheDir) -> None:
+def test_an_invalid_state_of_epochs_of_fixed_length_is_refused(state: Any, cache: CacheDir) -> None:
     with numpy_loader.Loader(cache, batch_size=4, fields=["number"], workers=0) as loader:
         view = loader.epochs_of(steps=10)
         got = taken(iter(view), 3)
@@ -730,7 +743,7 @@ def test_what_is_no_state_of_epochs_of_fixed_length_is_refused(state: Any, cache
 
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with streams, whose tensors have no values: ids do not go there."""
+    """Return a device with streams whose tensors have no values: numbers stay on the host."""
 
     class Stream:
         device_index = 0
@@ -755,13 +768,13 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(batches: Any) -> list[str]:
-    """What came of the samples that stays in host memory."""
+    """Return the fields of the samples that stay in host memory."""
     return [word for batch in batches for word in batch["__key__"]]
 
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[CacheDir]:
-    """60 samples with keys."""
+    """Create 60 samples with keys."""
     with open_cache(tmp_path / "keyed", max_size="20MB") as opened:
         put(opened, range(60), schema=KEYED)
         yield opened
@@ -799,8 +812,8 @@ def test_the_contract_holds_on_a_device(by: str, workers: int, keyed: CacheDir, 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("by", ["device=", "DevicePrefetcher"])
-def test_epochs_of_fixed_length_come_on_a_device(by: str, workers: int, keyed: CacheDir, meta: None) -> None:
-    """What is on its way there does not count yet: the state says where the training is."""
+def test_epochs_of_fixed_length_work_on_a_device(by: str, workers: int, keyed: CacheDir, meta: None) -> None:
+    """Batches on their way to the device do not count: the state is the position of the training."""
 
     def opened() -> tuple[Any, Any]:
         options = {"batch_size": 4, "workers": workers}
@@ -833,17 +846,17 @@ def test_epochs_of_fixed_length_come_on_a_device(by: str, workers: int, keyed: C
 # -- where the contract is easily broken -------------------------------------------------------------------------------
 
 
-def test_asking_for_the_length_does_not_keep_the_snapshot_of_a_dropped_iterator(make: Make, cache: CacheDir) -> None:
+def test_len_does_not_keep_the_snapshot_of_a_dropped_iterator(make: Make, cache: CacheDir) -> None:
     loader = make(cache, hold=0.3)
     iter(loader)
     assert len(loader) == 15
     until(lambda: leases(cache) == [])
 
 
-def test_ranks_that_agree_hand_an_epoch_over_without_asking_a_clock(
+def test_agreeing_ranks_continue_an_epoch_regardless_of_hold(
     make: Make, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank that began it anew would wait for the others' ``all_reduce`` for ever."""
+    """A rank that began the epoch again would wait for the others' ``all_reduce`` forever."""
     loader = make(cache, hold=0.0)
     monkeypatch.setattr(loader, "_agreed", lambda steps: steps)
     monkeypatch.setattr(loader, "_shared_run", lambda: None)
@@ -862,7 +875,7 @@ def test_ranks_that_agree_hand_an_epoch_over_without_asking_a_clock(
     assert loader._progress.begun.version == version
 
 
-def test_a_view_as_long_as_the_first_pass_is_no_cut(
+def test_a_view_as_long_as_the_first_pass_is_not_reported_as_cut(
     make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loader = make(cache)
@@ -875,7 +888,7 @@ def test_a_view_as_long_as_the_first_pass_is_no_cut(
     assert said(capfd) == []
 
 
-def test_a_view_begins_a_pass_anew_where_its_loader_was_closed_or_iterated(make: Make, cache: CacheDir) -> None:
+def test_a_view_starts_a_pass_again_after_its_loader_was_closed_or_iterated(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     view = loader.epochs_of(steps=5)
     assert len(numbers(view)) == 20
@@ -885,7 +898,7 @@ def test_a_view_begins_a_pass_anew_where_its_loader_was_closed_or_iterated(make:
     assert len(numbers(view)) == 20
 
 
-def test_an_epoch_that_failed_to_begin_is_begun_by_the_next_try(
+def test_an_epoch_whose_start_failed_is_started_by_the_next_iter(
     make: Make, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = make(cache, seed=5)
@@ -911,7 +924,7 @@ def test_an_epoch_that_failed_to_begin_is_begun_by_the_next_try(
         assert loader.epoch == 1
 
 
-def test_a_view_that_nobody_has_ends_its_feeders_at_once(make: Make, cache: CacheDir) -> None:
+def test_a_dropped_view_is_freed_at_once_without_the_garbage_collector(make: Make, cache: CacheDir) -> None:
     loader = make(cache)
     view = loader.epochs_of(steps=20)
     assert len(numbers(view)) == 60 + 20
@@ -924,7 +937,7 @@ def test_a_view_that_nobody_has_ends_its_feeders_at_once(make: Make, cache: Cach
         gc.enable()
 
 
-def test_a_loader_that_begins_epochs_side_by_side_is_refused_by_integrations(make: Make, cache: CacheDir) -> None:
+def test_integrations_refuse_a_concurrent_loader(make: Make, cache: CacheDir) -> None:
     loader = make(cache, concurrent=True)
     for each in (loader, loader.epochs_of(steps=2)):
         with pytest.raises(UsageError, match="concurrent=True"):

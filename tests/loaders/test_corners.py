@@ -1,4 +1,4 @@
-"""What seldom happens to a loader: interrupts where an epoch ends, ranks without samples, feeders that cannot begin."""
+"""Rare events in a loader: interrupts at the end of an epoch, ranks without samples, feeders that cannot start."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def numbers(loader: Any) -> list[int]:
 
 @pytest.mark.parametrize("when", ["before the catalog knows", "after the catalog knows"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_interrupt_while_the_epoch_is_ended_takes_the_last_batch_back(
+def test_an_interrupt_while_the_epoch_ends_leaves_its_last_batch_undelivered(
     workers: int, when: str, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was not handed out, so the state says that it is still to come."""
+    """The batch was not delivered, so the state says that it is still to come."""
     with Loader(cache, batch_size=8, workers=workers, fields=["number"]) as loader:
         iterator = iter(loader)
         got = [int(number) for _ in range(7) for number in next(iterator)["number"]]
@@ -55,16 +55,18 @@ def test_an_interrupt_while_the_epoch_is_ended_takes_the_last_batch_back(
 
 
 def _as_given(given: dict[str, Any]) -> dict[str, Any]:
-    assert np.size(given["number"])  # never of no samples
+    assert np.size(given["number"])  # never called without samples
     return {"twice": given["number"] * 2, "text": given["words"]}
 
 
 @pytest.mark.parametrize("each", ["sample", "batch"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_without_samples_gets_empty_batches_of_what_its_transform_gives(
+def test_a_rank_without_samples_gets_empty_batches_with_the_transforms_fields(
     workers: int, each: str, tmp_path: Path
 ) -> None:
-    """Five samples in batches of one for four ranks: two steps for all, the second one empty for three of them."""
+    """Five samples in batches of one for four ranks: all ranks take two steps, and for three of them the second batch
+    is empty.
+    """
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(5))
         found = []
@@ -80,8 +82,8 @@ def test_a_rank_without_samples_gets_empty_batches_of_what_its_transform_gives(
     assert sorted(found) == [0, 2, 4, 6, 8]
 
 
-def test_a_rank_that_resumes_behind_the_last_sample_gets_an_empty_batch_first(cache: CacheDir) -> None:
-    """Nothing came out of its transform yet that would say which fields there are."""
+def test_a_rank_that_resumes_after_its_last_sample_gets_an_empty_batch_first(cache: CacheDir) -> None:
+    """The transform has returned no sample yet that would show the fields."""
     with Loader(cache, batch_size=8, workers=0, run="before") as loader:
         iterator = iter(loader)
         for _ in range(7):
@@ -97,16 +99,14 @@ def test_a_rank_that_resumes_behind_the_last_sample_gets_an_empty_batch_first(ca
         assert batch["z"].shape == (0, 4, 3)
 
 
-def test_a_path_among_the_strings_of_the_search_path_hurts_no_feeder(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python itself passes over it."""
+def test_a_path_object_in_sys_path_does_not_break_a_feeder(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python itself ignores such an entry."""
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     with Loader(cache, batch_size=8, workers=1) as loader:
         assert sorted(numbers(loader)) == list(range(60))
 
 
-def test_a_transform_that_feeders_cannot_import_is_an_error_with_its_cause(
+def test_a_transform_that_feeders_cannot_import_raises_an_error_with_its_cause(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType("only_here")
@@ -119,7 +119,7 @@ def test_a_transform_that_feeders_cannot_import_is_an_error_with_its_cause(
         next(iter(loader))
 
 
-def test_an_iterator_whose_feeders_died_says_so_also_after_state_dict_did(cache: CacheDir) -> None:
+def test_an_iterator_with_dead_feeders_raises_again_after_state_dict_raised(cache: CacheDir) -> None:
     with Loader(cache, batch_size=4, workers=2, prefetch=1) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -134,7 +134,7 @@ def test_an_iterator_whose_feeders_died_says_so_also_after_state_dict_did(cache:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_closing_a_loader_in_a_handler_ends_the_wait_for_its_batch(workers: int, cache: CacheDir) -> None:
-    """As a program does that is told to end by SIGTERM or SIGUSR1, of which no exception comes."""
+    """A program stopped by SIGTERM or SIGUSR1 does so; no exception comes from the handler."""
     trainer, closed = os.getpid(), threading.Event()
 
     def never(sample: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_closing_a_loader_in_a_handler_ends_the_wait_for_its_batch(workers: int,
 
 
 def _pausing(trainer: int) -> Any:
-    """A transform that wakes the handler and gives nothing."""
+    """A transform that triggers the handler and returns no sample."""
 
     def pausing(sample: dict[str, Any]) -> dict[str, Any]:
         os.kill(trainer, signal.SIGUSR1)
@@ -169,8 +169,8 @@ def _pausing(trainer: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_threads_that_begin_at_the_same_moment_have_different_epochs(workers: int, cache: CacheDir) -> None:
-    """With ``concurrent=True``: not the same samples in the same order thrice."""
+def test_threads_that_start_at_the_same_moment_have_different_epochs(workers: int, cache: CacheDir) -> None:
+    """The threads of a loader with ``concurrent=True`` do not get the same samples in the same order."""
     with Loader(cache, batch_size=8, workers=workers, concurrent=True, fields=["number"]) as loader:
         gate, got = threading.Barrier(3), dict[int, list[int]]()
 
@@ -236,7 +236,7 @@ TWO_FORKS = """
 """
 
 
-def test_each_of_two_forks_at_the_same_moment_keeps_its_batches(script: Any, cache: CacheDir) -> None:
+def test_each_of_two_simultaneous_forks_keeps_its_batches(script: Any, cache: CacheDir) -> None:
     process = script(TWO_FORKS, cache.root)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error

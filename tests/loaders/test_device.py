@@ -1,4 +1,4 @@
-"""How long a batch is kept that is on its way to a device: a device whose copies are done when the test says so."""
+"""The time that a batch is kept while it is copied to a device. The device's copies end when the test says so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cachetool.loaders.torch import DevicePrefetcher, Loader
 
 
 class Device:
-    """Its events in the order of the batches, and which batches were there when an event was waited for."""
+    """A device that records its events in the order of the batches, and the live batches at each wait for an event."""
 
     def __init__(self) -> None:
         device = self
@@ -61,7 +61,7 @@ class Device:
         )
 
     def send(self, count: int) -> Iterator[Any]:
-        """Batches that nobody else keeps."""
+        """Yield batches that nothing else keeps."""
         for number in range(count):
             tensor = torch.tensor([number])
             self.batches.append(weakref.ref(tensor))
@@ -72,17 +72,17 @@ class Device:
 
     @property
     def there(self) -> list[int]:
-        """The batches that still lie in this host's memory."""
+        """Return the batches that are still in host memory."""
         return [number for number, batch in enumerate(self.batches) if batch() is not None]
 
 
-def test_a_number_beyond_the_devices_that_are_there_is_refused_before_an_epoch_begins(
+def test_a_device_number_that_does_not_exist_is_refused_before_an_epoch_begins(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, Stream=None)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     with Loader(cache, batch_size=4, device="cuda:2") as loader:
-        with pytest.raises(UsageError, match="device='cuda:2' cannot be used: there are 2 here, numbered from 0"):
+        with pytest.raises(UsageError, match="device='cuda:2' cannot be used: this machine has 2 "):
             iter(loader)
         assert loader._feed is None
 
@@ -99,7 +99,7 @@ def test_a_batch_is_kept_until_its_copy_is_done_and_no_longer(device: Device) ->
     batches = iter(DevicePrefetcher(device.send(6), "meta", depth=1))
     for _ in range(3):
         next(batches)
-    assert device.there == [0, 1, 2, 3]  # three handed out, one on its way
+    assert device.there == [0, 1, 2, 3]  # three delivered, one on its way
     device.done = {0}
     next(batches)
     assert device.there == [1, 2, 3, 4]
@@ -109,10 +109,8 @@ def test_a_batch_is_kept_until_its_copy_is_done_and_no_longer(device: Device) ->
 
 
 @pytest.mark.parametrize("itself", [True, False])
-def test_copies_are_asked_for_on_a_stream_of_their_own(
-    device: Device, monkeypatch: pytest.MonkeyPatch, itself: bool
-) -> None:
-    """``itself``: which makes itself the current one, as since PyTorch 2.7."""
+def test_copies_are_issued_on_their_own_stream(device: Device, monkeypatch: pytest.MonkeyPatch, itself: bool) -> None:
+    """``itself``: a stream that makes itself the current one, as since PyTorch 2.7."""
     current, asked = [False], []
 
     @contextlib.contextmanager
@@ -139,12 +137,12 @@ def test_copies_are_asked_for_on_a_stream_of_their_own(
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten", "failed"])
-def test_a_loop_that_is_left_waits_for_all_its_copies_while_their_batches_are_there(device: Device, how: str) -> None:
-    """Those of batches that were handed out, and those on their way: their memory would be filled again."""
+def test_a_loop_that_is_left_keeps_its_batches_until_all_copies_end(device: Device, how: str) -> None:
+    """Both delivered batches and those on their way; otherwise their memory would be filled again."""
     batches: Any = iter(DevicePrefetcher(device.send(9), "meta", depth=2))
     for _ in range(3):
         next(batches)
-    device.done = {0}  # as is noticed with the next batch
+    device.done = {0}  # noticed with the next batch
     next(batches)
     if how == "closed":
         batches.close()
@@ -159,25 +157,25 @@ def test_a_loop_that_is_left_waits_for_all_its_copies_while_their_batches_are_th
 @pytest.mark.parametrize(
     ("batches", "depth", "said"),
     [
-        ("data/cache", 2, "'data/cache' gives no batches"),
-        (None, 2, "None gives no batches"),
-        ([], 0, "depth=0 cannot be used: at least 1"),
+        ("data/cache", 2, "'data/cache' is not an iterable of batches"),
+        (None, 2, "None is not an iterable of batches"),
+        ([], 0, "depth=0 cannot be used; it must be at least 1"),
         ([], "2", "depth='2' is not a whole number"),
     ],
 )
-def test_what_gives_no_batches_and_what_is_no_depth_are_refused(batches: Any, depth: Any, said: str) -> None:
+def test_an_invalid_iterable_and_an_invalid_depth_are_refused(batches: Any, depth: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         DevicePrefetcher(batches, "cpu", depth=depth)
 
 
-def test_at_the_end_all_copies_are_waited_for(device: Device) -> None:
+def test_the_end_of_an_epoch_waits_for_all_copies(device: Device) -> None:
     assert len(list(DevicePrefetcher(device.send(4), "meta"))) == 4
     assert device.waited == dict.fromkeys(range(4), True)
     assert device.there == []
 
 
-def test_copies_before_one_that_fails_are_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch whose second tensor finds no memory there, while the first one is on its way."""
+def test_a_failing_copy_waits_for_the_copies_before_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second tensor of a batch finds no memory on the device while the first one is being copied."""
     copies: list[int] = []
 
     def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -196,7 +194,7 @@ def test_copies_before_one_that_fails_are_waited_for(device: Device, monkeypatch
     assert device.recorded == device.waited == dict.fromkeys([0, 1, 2], True)
 
 
-def test_an_interrupt_while_copies_are_waited_for_is_heard_when_they_are_done(device: Device) -> None:
+def test_an_interrupt_during_a_wait_for_copies_is_raised_after_they_end(device: Device) -> None:
     batches: Any = iter(DevicePrefetcher(device.send(4), "meta"))
     next(batches)
     device.interrupts = 1
@@ -222,7 +220,7 @@ def test_a_batch_that_its_user_dropped_is_not_kept_while_the_next_one_is_copied(
     assert device.events == len(had) == 8
 
 
-def test_a_device_without_streams_gets_batches_when_they_are_asked_for(
+def test_a_device_without_streams_gets_batches_on_request(
     cache: CacheDir, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_device, "_module", lambda _: SimpleNamespace(Event=device.module.Event))
@@ -232,8 +230,8 @@ def test_a_device_without_streams_gets_batches_when_they_are_asked_for(
 
 
 @pytest.mark.parametrize("own", [None, "meta"])
-def test_a_prefetcher_of_a_loader_counts_what_it_hands_out(cache: CacheDir, device: Device, own: str | None) -> None:
-    """Also where the loader has a device of its own."""
+def test_a_prefetcher_of_a_loader_counts_delivered_batches(cache: CacheDir, device: Device, own: str | None) -> None:
+    """The rule also holds for a loader that has a device of its own."""
     options: dict[str, Any] = {"batch_size": 8, "fields": ["x"], "workers": 0}
     with Loader(cache, device=own, **options) as loader:
         taken = [loader.state_dict()["taken"] for _ in DevicePrefetcher(loader, "meta", depth=3)]
@@ -244,8 +242,9 @@ def test_a_prefetcher_of_a_loader_counts_what_it_hands_out(cache: CacheDir, devi
 def test_a_prefetcher_takes_a_few_batches_at_a_time(
     cache: CacheDir, device: Device, monkeypatch: pytest.MonkeyPatch, prefetched: bool, most: int
 ) -> None:
-    """A step of a third of a millisecond, the only one in a GPU's queue, does not last until dozens are taken. A loader
-    by itself takes dozens, but none beyond the first half of an epoch until that was delivered."""
+    """The only step in a GPU's queue takes a third of a millisecond, which is shorter than taking dozens of batches. A
+    loader alone takes dozens, but only from the first half of an epoch until that half was delivered.
+    """
     with Loader(cache, batch_size=1, fields=["x"], workers=2, drop_last=True) as loader:
         taken: list[int] = []
         take = type(loader._fed()).take
@@ -264,7 +263,7 @@ def test_a_prefetcher_takes_a_few_batches_at_a_time(
 
 
 @pytest.mark.parametrize("own", [None, "meta"])
-def test_an_epoch_whose_last_batch_is_interrupted_goes_on_with_that_batch(
+def test_an_epoch_interrupted_at_its_last_batch_continues_with_that_batch(
     cache: CacheDir, device: Device, own: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"batch_size": 8, "fields": ["number"], "workers": 0, "shuffle": False}
@@ -286,8 +285,8 @@ def interrupt(*_: object) -> None:
 
 
 @pytest.mark.parametrize("own", [None, "meta"])
-def test_a_loop_that_is_left_before_an_error_keeps_nothing(cache: CacheDir, device: Device, own: str | None) -> None:
-    """The error waits behind the batches before it, and its traceback knows the epoch."""
+def test_a_loop_that_is_left_before_an_error_keeps_no_batch(cache: CacheDir, device: Device, own: str | None) -> None:
+    """The error waits after the batches before it, and its traceback refers to the epoch."""
 
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["number"] >= 16:

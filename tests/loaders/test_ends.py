@@ -1,4 +1,4 @@
-"""What loaders leave behind, what grows while they run, and how soon everybody notices that a process was killed."""
+"""Leftovers of loaders, growth while they run, and the time until a killed process is noticed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ ENDS = ["exhausted", "abandoned", "broken_off", "failed", "failed_and_forgotten"
 
 
 @pytest.mark.parametrize(("whose", "workers"), [("numpy", 0), ("numpy", 2), ("torch", 2)])
-def test_nothing_is_left_however_iterating_ended(whose: str, workers: int, cache: CacheDir) -> None:
-    """No process, thread, descriptor, map, segment of shared memory or lease: after the last batch, of an iterator that
-    was forgotten or broken off, after an exception in ``transform``, after a feeder was killed."""
+def test_iterating_leaves_no_resources_however_it_ended(whose: str, workers: int, cache: CacheDir) -> None:
+    """No process, thread, descriptor, map, segment of shared memory or lease remains: after the last batch, after an
+    iterator was dropped or left, after an exception in ``transform``, after a feeder was killed.
+    """
     found = run_script("feed_left.py", cache.root, workers, whose)
 
     running = found.pop("while it runs")
-    assert running["leases"] in (1, 2)  # of the epoch that comes too
+    assert running["leases"] in (1, 2)  # the lease of the prepared next epoch counts too
     assert [running["processes"], running["threads"]] == [workers + 1 if workers else 0, 0]
     assert (running["segments"] > 0) == (workers > 0)
     assert list(found) == [*ENDS, *(["killed_leader", "killed_follower"] if workers else [])]
@@ -40,7 +41,7 @@ def test_nothing_is_left_however_iterating_ended(whose: str, workers: int, cache
 
 
 def filled(root: Path, shards: int) -> Path:
-    """A cache of so many shards of two samples, in all formats in turn, as dataset ``mixed``."""
+    """Create a cache of ``shards`` shards of two samples, in all formats in turn, as dataset ``mixed``."""
     with open_cache(root, max_size="200MB") as cache:
         for at in range(shards):
             put(cache, range(2 * at, 2 * at + 2), format=FORMATS[at % 4], dataset="mixed")
@@ -53,7 +54,7 @@ def filled(root: Path, shards: int) -> Path:
     ids=["40 shards", "780 shards"],
 )
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
-    """A cache of many shards, how many, and fewer descriptors than there are."""
+    """Return a cache of many shards, their number, and a smaller limit of descriptors."""
     shards, descriptors = request.param
     return filled(tmp_path_factory.mktemp("many") / "cache", shards), shards, descriptors
 
@@ -63,7 +64,9 @@ def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_nothing_grows_over_fifty_epochs_of_more_files_than_descriptors(
     workers: int, many: tuple[Path, int, int], record_property: Callable[[str, object], None]
 ) -> None:
-    """Some epochs broken off, some batches kept. Memory is anonymous and shared memory of trainer and feeders."""
+    """Some epochs are left early, some batches are kept. Memory is the anonymous and shared memory of trainer and
+    feeders.
+    """
     root, shards, descriptors = many
 
     found = run_script("feed_steady.py", root, workers, descriptors, seconds=1100)
@@ -74,14 +77,16 @@ def test_nothing_grows_over_fifty_epochs_of_more_files_than_descriptors(
     assert found["read"] == 2 * shards
     assert grown["memory"] < 4096  # KiB
     assert abs(grown["maps"]) < 40
-    assert grown["descriptors"] <= 8  # those of a transaction or a part that is open just now
+    assert grown["descriptors"] <= 8  # those of a transaction or a part that is open at this moment
     assert grown["threads"] == 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_datasets_for_pytorch_read_780_shards_with_256_descriptors(tmp_path: Path) -> None:
-    """In the process and in two workers; py-lmdb keeps one environment a file, of which there are 300 here."""
+    """Both in this process and in two workers. py-lmdb keeps one environment per file, and 300 of the files are
+    LMDB.
+    """
     root = filled(tmp_path / "cache", 780)
     with open_cache(root) as cache:
         for at in range(300):
@@ -98,7 +103,7 @@ ROUNDS = 15
 
 
 def told(record_property: Callable[[str, object], None], seconds: list[float]) -> float:
-    """The median, which is reported beside the longest."""
+    """Record the median beside the longest time, and return it."""
     record_property("times", len(seconds))
     record_property("median ms", round(1e3 * statistics.median(seconds), 1))
     record_property("longest ms", round(1e3 * max(seconds), 1))
@@ -111,7 +116,7 @@ def told(record_property: Callable[[str, object], None], seconds: list[float]) -
 def test_a_killed_feeder_is_an_error_within_a_second(
     state: str, victim: int, cache: CacheDir, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """From the kill to the exception in the loop, by which the other feeder has ended too."""
+    """Measured from the kill to the exception in the loop. The other feeder has ended by then."""
     notes = tmp_path / "notes"
 
     def stands_still(sample: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +178,7 @@ TRAINS = """
 
 @pytest.mark.soak
 @pytest.mark.parametrize("state", ["batches come", "a function stands still"])
-def test_feeders_are_gone_within_a_second_of_their_trainer(
+def test_feeders_end_within_a_second_after_their_trainer(
     state: str, script: Any, cache: CacheDir, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     seconds = []

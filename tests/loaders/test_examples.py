@@ -1,4 +1,4 @@
-"""The examples run as they are, and do what they say."""
+"""The examples run unchanged and print what they promise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(folder: Path, *line: str | Path, **env: str) -> str:
-    """What a command prints; it must succeed, within four minutes on any machine."""
+    """Return the output of a command, which must succeed within four minutes on any machine."""
     done = subprocess.run(
         [sys.executable, *map(str, line)],
         cwd=folder,
@@ -32,7 +32,7 @@ def run(folder: Path, *line: str | Path, **env: str) -> str:
     return done.stdout
 
 
-def test_every_example_is_run_here_or_in_a_test_of_its_own() -> None:
+def test_every_example_is_run_by_some_test() -> None:
     elsewhere = {
         "custom_format.py": "tests/formats/test_custom_format.py",
         "custom_kind.py": "tests/sources/test_custom_kind.py",
@@ -60,7 +60,7 @@ def test_every_epoch_of_an_example_trains_on_more_samples(name: str, tmp_path: P
     assert float(epochs[-1][2]) > 0.9
 
 
-@pytest.mark.soak  # tests/trainers/test_torchrun.py has a launcher by default
+@pytest.mark.soak  # tests/trainers/test_torchrun.py tests a launcher by default
 def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     told = run(tmp_path, *launcher, EXAMPLES / "torch_ddp.py", tmp_path / "work")
@@ -73,7 +73,7 @@ def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
     assert epochs[0][1] < epochs[-1][1]
 
 
-def test_two_nodes_that_torchrun_starts_train_on_a_share_each(tmp_path: Path) -> None:
+def test_two_nodes_started_by_torchrun_train_on_one_part_each(tmp_path: Path) -> None:
     told = run(tmp_path, EXAMPLES / "torchrun_two_nodes.py", tmp_path / "work")
 
     epochs = re.findall(r"epoch \d: (\d+) and (\d+) steps, (\d+) samples, accuracy (.+)", told)
@@ -84,7 +84,7 @@ def test_two_nodes_that_torchrun_starts_train_on_a_share_each(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"bucket", "cache0", "cache1"}
 
 
-def test_the_job_of_slurm_and_that_of_kubernetes_can_be_read() -> None:
+def test_the_jobs_for_slurm_and_kubernetes_can_be_parsed() -> None:
     slurm, kubernetes = EXAMPLES / "slurm_pull_and_train.sbatch", EXAMPLES / "kubernetes_pull.yaml"
     subprocess.run(["bash", "-n", slurm], check=True)
     *_, job = pytest.importorskip("yaml").safe_load_all(kubernetes.read_text())
@@ -92,7 +92,7 @@ def test_the_job_of_slurm_and_that_of_kubernetes_can_be_read() -> None:
     shell = container["command"][2]
     subprocess.run(["sh", "-n", "-c", shell], check=True)
     assert f"$JOB_COMPLETION_INDEX/{job['spec']['completions']}" in shell
-    options = (EXAMPLES.parent / "docs" / "options.md").read_text()
+    options = (EXAMPLES.parent / "docs" / "reference" / "commands.md").read_text()
     for text in (slurm.read_text(), shell):
         pull = re.search(r"cachetool (pull (?:.*\\\n)*.*) &\n", text)
         assert pull is not None
@@ -120,9 +120,9 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.mark.soak  # test_torch_feed.py has two ranks on unequal caches by default
+@pytest.mark.soak  # test_torch_feed.py tests two ranks on unequal caches by default
 def test_ranks_with_a_cache_each_take_the_same_number_of_steps(tmp_path: Path) -> None:
-    """As docs/training.md says of several nodes: the least number that any rank can take."""
+    """All ranks use the least number that any rank can take, as docs/how-to/train-on-several-machines.md says."""
     (tmp_path / "data").mkdir()
     for number in range(100):
         (tmp_path / "data" / f"{number:03d}.json").write_text(json.dumps({"n": number}))
@@ -148,7 +148,7 @@ def test_a_transform_runs_in_workers_and_is_the_same_in_every_run(tmp_path: Path
     assert "the same in both epochs: False" in told
 
 
-def test_an_epoch_of_a_job_that_was_killed_goes_on_with_its_samples(tmp_path: Path) -> None:
+def test_a_killed_job_continues_its_epoch_with_the_same_samples(tmp_path: Path) -> None:
     told = run(tmp_path, EXAMPLES / "resume_after_kill.py", tmp_path / "work")
 
     assert told.splitlines() == [
@@ -160,8 +160,8 @@ def test_an_epoch_of_a_job_that_was_killed_goes_on_with_its_samples(tmp_path: Pa
     ]
 
 
-def test_a_source_of_ones_own_is_pulled_from_by_the_command_line(tmp_path: Path) -> None:
-    """Installed as its own lines say: a module on the path, and its entry point."""
+def test_the_command_line_pulls_from_a_custom_source(tmp_path: Path) -> None:
+    """The source is installed as its docstring says: a module on the path, and its entry point."""
     text = (EXAMPLES / "custom_source.py").read_text()
     lines = re.search(r'\[project\.entry-points\."(fsspec\.specs)"\]\n +(\w+) = "([\w:]+)"', text)
     assert lines is not None

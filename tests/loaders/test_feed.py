@@ -1,4 +1,4 @@
-"""Feeders: every sample once, newest snapshots, errors, ends. In processes of their own where something is killed."""
+"""Feeders: every sample once, newest snapshots, errors, ends. Tests that kill something run in separate processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), (
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with every kind of field in all formats, compressed ones too."""
+    """Create a cache with every kind of field in all formats, also compressed."""
     root = tmp_path_factory.mktemp("mixed") / "cache"
     with open_cache(root, max_size="50MB") as cache:
         for at, (name, compression) in enumerate(FORMATS):
@@ -50,13 +50,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(batch: dict[str, Any], schema: Any = SMALL) -> list[str]:
-    """Digests of the samples of a batch."""
+    """Return the digests of the samples of a batch."""
     count = len(next(iter(batch.values())))
     return [digest(schema, {name: column[i] for name, column in batch.items()}) for i in range(count)]
 
 
 def numbers(loader: Loader) -> list[int]:
-    """The numbers of the samples of one epoch, in order."""
+    """Return the numbers of the samples of one epoch, in order."""
     return [int(number) for batch in loader for number in batch["number"]]
 
 
@@ -85,7 +85,7 @@ def test_the_order_does_not_depend_on_the_number_of_feeders(cache: CacheDir) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_after_a_refresh_is_of_the_newest_snapshot_and_its_lease_ends(workers: int, cache: CacheDir) -> None:
+def test_an_epoch_after_a_refresh_reads_the_newest_snapshot_and_its_lease_ends(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=8, fields=["number"], workers=workers, epochs=3) as loader:
         assert sorted(numbers(loader)) == list(range(60))
         put(cache, range(60, 80))  # after the next epoch was prepared
@@ -95,16 +95,16 @@ def test_an_epoch_after_a_refresh_is_of_the_newest_snapshot_and_its_lease_ends(w
         next(half)
         put(cache, range(80, 90))
         assert sorted(numbers(loader)) == list(range(90))
-        with pytest.raises(UsageError, match="this iterator ended when its loader was iterated again"):
+        with pytest.raises(UsageError, match="this iterator ended because its loader was iterated again"):
             next(half)
-        assert loader.epoch == 4  # the one that was left has a number too
+        assert loader.epoch == 4  # the epoch that was left has a number too
     assert leases(cache) == []
     assert [shard.epochs for shard in cache.shards()] == [3, 3, 3, 2, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterator_that_ended_early_says_so_each_time(workers: int, cache: CacheDir) -> None:
-    """Wherever it stood: with batches at hand, with the last one, or with none yet."""
+def test_an_iterator_that_ended_early_raises_every_time(workers: int, cache: CacheDir) -> None:
+    """The iterator ends with batches at hand, with the last batch, or with no batch yet."""
     with Loader(cache, batch_size=10, fields=["number"], workers=workers) as loader:
         for taken in range(6):
             older = iter(loader)
@@ -113,20 +113,20 @@ def test_an_iterator_that_ended_early_says_so_each_time(workers: int, cache: Cac
                 next(older)
             newer = iter(loader)
             for _ in range(2):
-                with pytest.raises(UsageError, match="this iterator ended when its loader was iterated again"):
+                with pytest.raises(UsageError, match="this iterator ended because its loader was iterated again"):
                     next(older)
             assert len(older) == 6 - taken
             del newer
         whole, number = iter(loader), loader.epoch
         batches = [next(whole) for _ in range(6)]
-        assert loader.epoch == number + 1  # without asking whether there are more
+        assert loader.epoch == number + 1  # without asking for one more batch
         _ = iter(loader)
         assert next(whole, None) is None
         assert sorted(n for batch in batches for n in batch["number"].tolist()) == list(range(60))
 
 
-def test_nothing_that_was_handed_out_is_kept(cache: CacheDir) -> None:
-    """Neither by the iterator that has more of them, nor by one that is through."""
+def test_delivered_batches_are_not_kept(cache: CacheDir) -> None:
+    """Neither an iterator with more batches nor one at its end keeps them."""
     with Loader(cache, batch_size=10, fields=["number"]) as loader:
         epoch = iter(loader)
         for _ in range(6):
@@ -140,7 +140,7 @@ def test_nothing_that_was_handed_out_is_kept(cache: CacheDir) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_concurrent_iterators_have_feeders_of_their_own(workers: int, cache: CacheDir) -> None:
+def test_concurrent_iterators_have_their_own_feeders(workers: int, cache: CacheDir) -> None:
     before = len(children())
     with Loader(cache, batch_size=4, fields=["number"], workers=workers, concurrent=True) as loader:
         first, second = iter(loader), iter(loader)
@@ -152,7 +152,7 @@ def test_concurrent_iterators_have_feeders_of_their_own(workers: int, cache: Cac
         assert [sorted(n for batch in order for n in batch) for order in orders] == [list(range(60))] * 2
         assert orders[0] != orders[1]
         assert loader.epoch == 2
-        assert len(children()) - before == workers  # those of the second ended with it
+        assert len(children()) - before == workers  # the feeders of the second iterator ended with it
         half, whole = iter(loader), iter(loader)
         next(half), next(whole)
         del whole
@@ -167,7 +167,7 @@ def test_concurrent_iterators_have_feeders_of_their_own(workers: int, cache: Cac
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_state_beside_a_concurrent_iterator_is_that_of_the_first_one(workers: int, cache: CacheDir) -> None:
+def test_the_state_beside_a_concurrent_iterator_belongs_to_the_first_one(workers: int, cache: CacheDir) -> None:
     options: dict[str, Any] = {"batch_size": 4, "fields": ["number"], "workers": workers, "concurrent": True}
     with Loader(cache, **options) as loader:
         first = iter(loader)
@@ -183,7 +183,7 @@ def test_the_state_beside_a_concurrent_iterator_is_that_of_the_first_one(workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_that_was_left_is_followed_by_one_that_was_not_begun_beside_it(workers: int, cache: CacheDir) -> None:
+def test_after_a_left_epoch_comes_one_that_no_concurrent_iterator_began(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=4, fields=["number"], workers=workers, concurrent=True) as loader:
         orders = []
         for batch in loader:
@@ -198,8 +198,8 @@ def test_an_epoch_that_was_left_is_followed_by_one_that_was_not_begun_beside_it(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_feeders_end_at_once_beside_a_forked_child(workers: int, cache: CacheDir) -> None:
-    """It has the pipes too whose end tells them to; those that do not end in time are killed."""
+def test_feeders_end_at_once_despite_a_forked_child(workers: int, cache: CacheDir) -> None:
+    """The child also has the pipes whose end tells feeders to stop. Feeders that do not end in time are killed."""
     loader = Loader(cache, batch_size=4, fields=["number"], workers=workers)
     numbers(loader)
     read, write = os.pipe()
@@ -219,8 +219,8 @@ def test_feeders_end_at_once_beside_a_forked_child(workers: int, cache: CacheDir
     os.close(read)
 
 
-def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -> None:
-    """An unlinked file that is still mapped would still fill the disk."""
+def test_deleted_shards_are_closed_while_the_loader_continues(cache: CacheDir) -> None:
+    """A deleted file that is still mapped would still occupy the disk."""
     with Loader(cache, batch_size=8, fields=["number"], workers=2, hold=0.0) as loader:
         numbers(loader)
         first = cache.shards()[0]
@@ -230,8 +230,9 @@ def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -
             assert first.id not in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("steps", [4, 40])  # of the second the next epoch is asked for before the last batch is made
-def test_batches_beyond_the_steps_that_are_wanted_are_not_made(steps: int, cache: CacheDir, tmp_path: Path) -> None:
+# the next epoch of the second case is requested before the last batch is built
+@pytest.mark.parametrize("steps", [4, 40])
+def test_batches_beyond_the_requested_steps_are_not_built(steps: int, cache: CacheDir, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
 
     def note(sample: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def test_batches_beyond_the_steps_that_are_wanted_are_not_made(steps: int, cache
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_are_kept_stay_as_they_are(workers: int, cache: CacheDir) -> None:
+def test_kept_batches_do_not_change(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, fields=["x", "number", "words"], workers=workers) as loader:
         kept: list[tuple[Any, Any]] = []
         for _ in range(3):
@@ -260,14 +261,14 @@ def test_batches_that_are_kept_stay_as_they_are(workers: int, cache: CacheDir) -
         assert np.array_equal(look, copy)
 
 
-def test_slots_come_back_when_nothing_sees_them(cache: CacheDir) -> None:
+def test_slots_are_returned_when_no_object_refers_to_them(cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, fields=["x"], workers=1, prefetch=2) as loader:
         ring = loader._feed._rings[0] if (iter(loader), loader._feed) and loader._feed else None
         assert ring is not None
         for batch in loader:
             part = batch["x"][1:]
             del batch
-            assert ring.batches_in_use in (1, 2)  # the slice keeps the batch; the loop's variable is one more
+            assert ring.batches_in_use in (1, 2)  # the slice keeps the batch; the loop's variable may keep one more
         del part
         assert ring.batches_in_use == 0
         kept = list(loader)
@@ -277,7 +278,7 @@ def test_slots_come_back_when_nothing_sees_them(cache: CacheDir) -> None:
         assert len(list(loader)) == 30
 
 
-def test_a_forked_child_that_drops_a_batch_gives_no_slot_back(cache: CacheDir) -> None:
+def test_a_forked_child_that_drops_a_batch_returns_no_slot(cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, fields=["x", "number"], workers=1, prefetch=2) as loader:
         batches = iter(loader)
         batch = next(batches)
@@ -309,7 +310,7 @@ def test_a_forked_child_reads_a_batch_that_its_parent_dropped_long_ago(cache: Ca
         for _ in range(25):
             next(batches)
         ring = loader._feed._rings[0]  # type: ignore[union-attr]
-        assert ring.batches_in_use == 1  # the child's
+        assert ring.batches_in_use == 1  # the child's reference
         os.write(goes, b"0")
         assert os.waitpid(pid, 0)[1] == 0
         next(batches)
@@ -318,7 +319,7 @@ def test_a_forked_child_reads_a_batch_that_its_parent_dropped_long_ago(cache: Ca
         os.close(goes)
 
 
-def test_a_function_is_applied_to_each_sample_in_the_feeders(cache: CacheDir) -> None:
+def test_a_transform_is_applied_to_each_sample_in_the_feeders(cache: CacheDir) -> None:
     offset = 1000
 
     def double(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -343,7 +344,7 @@ def test_a_function_is_applied_to_each_sample_in_the_feeders(cache: CacheDir) ->
         assert np.array_equal(a["noise"], b["noise"])
 
 
-def test_feeders_write_past_the_caches_unless_the_user_has_glibc_do_otherwise(
+def test_feeders_use_non_temporal_stores_unless_the_user_set_glibc_tunables(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tunables(_: dict[str, Any]) -> dict[str, Any]:
@@ -360,7 +361,7 @@ def test_feeders_write_past_the_caches_unless_the_user_has_glibc_do_otherwise(
     assert found == [{f"{name}=0x80000"}, {f"{name}=0x80000:{name}=0x100000"}]
 
 
-def test_a_function_over_whole_batches_decides_what_a_batch_is(cache: CacheDir) -> None:
+def test_a_transform_of_whole_batches_decides_the_content_of_a_batch(cache: CacheDir) -> None:
     def stack(batch: dict[str, Any]) -> dict[str, Any]:
         return {"mean": batch["x"].mean(axis=(1, 2)), "words": [word.upper() for word in batch["words"]]}
 
@@ -372,7 +373,7 @@ def test_a_function_over_whole_batches_decides_what_a_batch_is(cache: CacheDir) 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_function_raises_is_raised_by_the_iterator_with_its_place(workers: int, cache: CacheDir) -> None:
+def test_an_error_of_a_transform_is_raised_by_the_iterator_with_its_location(workers: int, cache: CacheDir) -> None:
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["number"] == 30:
             raise ZeroDivisionError("no such number")
@@ -385,15 +386,17 @@ def test_what_a_function_raises_is_raised_by_the_iterator_with_its_place(workers
         assert isinstance(caught.value.__cause__, FeederTraceback)
         where = str(caught.value.__cause__)
         assert "in fails" in where
-        assert "cachetool/loaders" not in where  # what is ours says nothing to its author
+        assert "cachetool/loaders" not in where  # frames of cachetool do not help the author of the transform
         with pytest.raises(UsageError, match="ZeroDivisionError"):  # the loader can still be used
             list(loader)
         assert loader.epoch == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_came_before_an_error_is_delivered(workers: int, cache: CacheDir, tmp_path: Path) -> None:
-    """Also when the error was there already when the first batch was asked for: several are taken at once."""
+def test_batches_before_an_error_are_delivered(workers: int, cache: CacheDir, tmp_path: Path) -> None:
+    """The rule also holds if the error already exists when the first batch is requested: several batches are taken
+    together.
+    """
     failed = tmp_path / "failed"
 
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
@@ -407,13 +410,13 @@ def test_what_came_before_an_error_is_delivered(workers: int, cache: CacheDir, t
         until(failed.exists)
         before = []
         with pytest.raises(UsageError, match="ZeroDivisionError"):
-            before.extend(n for batch in epoch for n in batch["number"].tolist())  # all there was
+            before.extend(n for batch in epoch for n in batch["number"].tolist())  # all delivered samples
         with pytest.raises(UsageError, match="this iterator ended"):
             next(epoch)
     assert before == list(range(28))
 
 
-def test_a_result_of_another_shape_names_both(cache: CacheDir) -> None:
+def test_a_result_of_another_shape_is_refused_with_both_shapes(cache: CacheDir) -> None:
     def grows(sample: dict[str, Any]) -> dict[str, Any]:
         return {"x": np.zeros(3 if sample["number"] < 59 else 4)}
 
@@ -424,14 +427,14 @@ def test_a_result_of_another_shape_names_both(cache: CacheDir) -> None:
         list(loader)
 
 
-def test_a_function_that_cannot_be_sent_is_refused_at_once(cache: CacheDir) -> None:
+def test_a_transform_that_cannot_be_pickled_is_refused_at_once(cache: CacheDir) -> None:
     lock = threading.Lock()
     with pytest.raises(UsageError, match="transform= cannot be sent to the feeders"):
         Loader(cache, batch_size=4, transform=lambda sample: {"x": lock.locked()})
 
 
 def flip(cache: CacheDir, number: int, field: str, index: int) -> Path:
-    """Flip one bit of the value that sample ``index`` of a shard has; gives its data file."""
+    """Flip one bit of a value of sample ``index`` of a shard. Return its data file."""
     shard = cache.shards()[number]
     extents = load_extents(shard.path / EXTENTS_FILE, shard.schema)
     path = shard.path / extents.files[extents.fields[field].file]
@@ -448,18 +451,18 @@ def test_verify_names_file_and_sample_of_a_flipped_bit(workers: int, cache: Cach
         assert sorted(seen_of(loader)) == digests(SMALL, range(60))
     path = flip(cache, 1, "x", 13)
     with Loader(cache, batch_size=8, workers=workers) as loader:
-        assert sorted(seen_of(loader)) != digests(SMALL, range(60))  # nobody looked
+        assert sorted(seen_of(loader)) != digests(SMALL, range(60))  # no checksum was verified
     with (
         Loader(cache, batch_size=8, workers=workers, verify=True) as loader,
         pytest.raises(CorruptError, match=rf"{path}: sample 13, field 'x' does not match its checksum"),
     ):
         list(loader)
     with Loader(cache, batch_size=8, workers=workers, verify=True, fields=["number", "words"]) as loader:
-        assert sorted(numbers(loader)) == list(range(60))  # the field that is bad is not read
+        assert sorted(numbers(loader)) == list(range(60))  # the damaged field is not read
 
 
 def test_verify_reads_every_kind_of_field_in_every_format(mixed: Path, tmp_path: Path) -> None:
-    """Compressed shards and files outside a cache too; before a function sees the samples."""
+    """Compressed shards and files outside a cache are included. A transform gets the samples after the check."""
     with Loader(mixed, batch_size=4, workers=2, verify=True) as loader:
         assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
     with cachetool.open_cache(mixed) as opened:
@@ -468,7 +471,7 @@ def test_verify_reads_every_kind_of_field_in_every_format(mixed: Path, tmp_path:
         assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
 
 
-def test_verify_comes_before_the_function(cache: CacheDir) -> None:
+def test_verify_happens_before_the_transform(cache: CacheDir) -> None:
     flip(cache, 0, "x", 3)
     with (
         Loader(cache, batch_size=8, workers=1, verify=True, transform=lambda sample: {"n": sample["number"]}) as loader,
@@ -478,11 +481,11 @@ def test_verify_comes_before_the_function(cache: CacheDir) -> None:
 
 
 def seen_of(loader: Loader) -> list[str]:
-    """Digests of the samples of one epoch."""
+    """Return the digests of the samples of one epoch."""
     return [sample for batch in loader for sample in seen(batch)]
 
 
-def test_damage_is_an_error_where_it_is_met(cache: CacheDir) -> None:
+def test_damage_is_an_error_at_the_damaged_sample(cache: CacheDir) -> None:
     data = cache.shards()[1].data
     os.truncate(data, data.stat().st_size // 2)
     with Loader(cache, batch_size=4, workers=2) as loader, pytest.raises(CacheToolError, match=data.name):
@@ -491,7 +494,7 @@ def test_damage_is_an_error_where_it_is_met(cache: CacheDir) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
-def test_a_file_that_is_gone_is_damage(tmp_path: Path, format: str, workers: int) -> None:
+def test_a_missing_file_counts_as_damage(tmp_path: Path, format: str, workers: int) -> None:
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
         put(cache, range(20), format=format)
         data = cache.shards()[0].data
@@ -503,7 +506,7 @@ def test_a_file_that_is_gone_is_damage(tmp_path: Path, format: str, workers: int
             list(loader)
 
 
-def test_a_feeder_killed_for_a_file_that_was_cut_short_says_so(cache: CacheDir) -> None:
+def test_a_feeder_killed_by_a_truncated_file_is_reported_with_that_cause(cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, workers=1, prefetch=1) as loader:
         batches = iter(loader)
         next(batches)
@@ -512,8 +515,8 @@ def test_a_feeder_killed_for_a_file_that_was_cut_short_says_so(cache: CacheDir) 
             list(batches)
 
 
-def test_a_batch_is_made_while_the_one_before_is_in_use(cache: CacheDir, tmp_path: Path) -> None:
-    """With the least ``prefetch``, and nobody asking for it."""
+def test_a_batch_is_built_while_the_previous_one_is_in_use(cache: CacheDir, tmp_path: Path) -> None:
+    """The test uses the smallest ``prefetch``, and does not request the batch."""
     notes = tmp_path / "notes"
 
     def notes_it(sample: dict[str, Any]) -> dict[str, Any]:
@@ -529,7 +532,7 @@ def test_a_batch_is_made_while_the_one_before_is_in_use(cache: CacheDir, tmp_pat
             del batch
 
 
-def test_without_feeders_a_batch_is_made_when_it_is_asked_for_and_by_no_thread(cache: CacheDir) -> None:
+def test_without_feeders_a_batch_is_built_on_request_without_a_thread(cache: CacheDir) -> None:
     made: list[tuple[int, threading.Thread]] = []
 
     def noted(sample: dict[str, Any]) -> dict[str, Any]:
@@ -551,7 +554,8 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int
         next(batches)
         feeders = children()
         assert len(feeders) == 3
-        until(lambda: [os.getsid(pid) for pid in feeders] == feeders)  # each is given a processor as one program
+        # the kernel schedules each session as one program
+        until(lambda: [os.getsid(pid) for pid in feeders] == feeders)
         os.kill(feeders[number], signal.SIGKILL)
         with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[number]}\) was killed by signal 9"):
             list(batches)
@@ -560,8 +564,10 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int
     assert leases(cache) == []
 
 
-def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cache: CacheDir, tmp_path: Path) -> None:
-    """It waits for all that there are, and forks one that outlives a killed feeder, with all descriptors of that."""
+def test_child_processes_of_a_transform_do_not_disturb_the_feeders(cache: CacheDir, tmp_path: Path) -> None:
+    """The transform waits for all its children, and forks one that outlives a killed feeder, with all its
+    descriptors.
+    """
 
     def forks(sample: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -592,7 +598,7 @@ def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cac
 
 
 @pytest.mark.parametrize("forked", [0, 1])
-def test_feeders_that_cannot_be_forked_are_said_to_be_that_and_none_is_left(forked: int) -> None:
+def test_feeders_that_cannot_be_forked_are_reported_and_none_is_left(forked: int) -> None:
     script = f"""
 import os, signal
 from cachetool.loaders.feed import feeder as keeper
@@ -610,15 +616,17 @@ os.fork = fails
 keeper.fork(3, trainer=os.getppid(), report=1, others=[])
 signal.pause()
 """
-    # Whoever is left has stderr, and its end is waited for.
+    # A remaining process would hold stderr, so this call would wait for it.
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {"error": "cannot start a feeder: no room"}
     assert done.stderr == b""
 
 
 @pytest.mark.parametrize("how", ["ignores", "blocks"])
-def test_a_killed_feeder_is_noticed_whatever_signals_the_trainer_hears(how: str, script: Any, cache: CacheDir) -> None:
-    """What it ignores and blocks is inherited."""
+def test_a_killed_feeder_is_noticed_for_any_signal_settings_of_the_trainer(
+    how: str, script: Any, cache: CacheDir
+) -> None:
+    """Feeders inherit ignored and blocked signals."""
     out, err = script(UNHEARD, cache.root, how).communicate(timeout=60)
     assert out == "killed by signal 9\nclosed\n"
     assert err == ""
@@ -644,8 +652,8 @@ UNHEARD = """
 """
 
 
-def test_feeders_do_not_draw_the_same_numbers_nor_read_the_same_input(cache: CacheDir) -> None:
-    """They are forked from one, as the workers are whose augmentations were all alike in many a training."""
+def test_feeders_have_different_random_numbers_and_no_standard_input(cache: CacheDir) -> None:
+    """They are forked from one process. Workers forked so gave many trainings identical augmentations."""
 
     def draw(sample: dict[str, Any]) -> dict[str, Any]:
         drawn = [random.random(), np.random.random()]
@@ -660,7 +668,7 @@ def test_feeders_do_not_draw_the_same_numbers_nor_read_the_same_input(cache: Cac
     assert len(np.unique(drawn)) == drawn.size
 
 
-def test_nothing_is_left_of_a_loader_that_was_forgotten(cache: CacheDir) -> None:
+def test_a_dropped_loader_leaves_no_resources(cache: CacheDir) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     loader = Loader(cache, batch_size=2, workers=2)
     batches = iter(loader)
@@ -674,7 +682,7 @@ def test_nothing_is_left_of_a_loader_that_was_forgotten(cache: CacheDir) -> None
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_an_empty_cache_is_waited_for(tmp_path: Path) -> None:
+def test_a_loader_waits_for_samples_in_an_empty_cache(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         pid = os.fork()
         if pid == 0:
@@ -690,7 +698,7 @@ def test_an_empty_cache_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_waiting_ends_with_an_error_that_says_what_there_was(workers: int, cache: CacheDir) -> None:
+def test_a_wait_ends_with_an_error_that_names_the_available_samples(workers: int, cache: CacheDir) -> None:
     with (
         Loader(cache, batch_size=64, workers=workers, wait=0.3) as loader,
         pytest.raises(UsageError, match=r"waited 0.3 s for samples: 60 of 64 samples in"),
@@ -700,10 +708,10 @@ def test_waiting_ends_with_an_error_that_says_what_there_was(workers: int, cache
 
 @pytest.mark.parametrize("more", [{"batch_size": 64, "drop_last": True}, {"batch_size": 64}])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_waiting_says_for_what_and_that_nobody_pulls(
+def test_a_wait_reports_what_it_waits_for_and_that_no_pull_runs(
     workers: int, more: Any, cache: CacheDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, on stderr; a batch that is too large is seen from it."""
+    """Once, on stderr. The line also reveals a batch size that is too large."""
     if workers == 0:
         monkeypatch.setattr(waiting, "FIRST", 0.1)
     given = {"batch_size": 8, "wait": 3.5 if workers else 0.7, **more}
@@ -711,15 +719,15 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
         iter(loader)
     says, less = rf"60 of 64 samples in {cache.root}", "min_samples="
     if "drop_last" in more:
-        says, less = f"{says}, where drop_last=True takes whole batches of 64 only", "batch_size="
+        says, less = f"{says}, because drop_last=True uses only complete batches of 64", "batch_size="
     pull = f"cachetool pull SOURCE --cache {cache.root}"
-    assert str(raised.value).endswith(f"{says}; fill it with: {pull}, or set {less}")
-    who = f"no pull is drawing into this cache; start one with: {pull}, or set {less}"
+    assert str(raised.value).endswith(f"{says}; fill it with: {pull}, or change {less}")
+    who = f"no pull is filling this cache; start one with: {pull}, or change {less}"
     assert capfd.readouterr().err == f"cachetool: waiting for samples (for {given['wait']} s at most): {says}; {who}\n"
 
 
-def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) -> None:
-    """Not the feeder that holds the lease for it."""
+def test_stats_name_the_training_program_as_the_reader(cache: CacheDir) -> None:
+    """The feeder that holds the lease is not listed."""
     with Loader(cache, batch_size=8, workers=1) as loader:
         iter(loader)
         readers = cache.stats().leases  # the feeder may have prepared the next epoch already
@@ -728,7 +736,7 @@ def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) ->
     assert os.getpid() not in {reader["pid"] for reader in readers}
 
 
-def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_names_the_running_pull(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "listing").mkdir()
     cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0), tmp_path / "listing")
     talk = waiting.Talk(cache.root, math.inf)
@@ -739,7 +747,7 @@ def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capf
     talk.tell(waiting.NotYet("1 of 2 samples"))
     talk.tell(waiting.NotYet("1 of 2 samples"))
 
-    told = "cachetool: waiting for samples: 1 of 2 samples; the pull of s3://bucket/ draws into dataset 'default'\n"
+    told = "cachetool: waiting for samples: 1 of 2 samples; the pull of s3://bucket/ fills dataset 'default'\n"
     assert capfd.readouterr().err == told
 
 
@@ -750,7 +758,7 @@ def test_ranks_take_the_same_number_of_steps_and_share_no_sample(cache: CacheDir
         for rank in range(3)
     ]
     epochs = [iter(loader) for loader in loaders]
-    put(cache, range(71, 80))  # the ranks share a snapshot although it comes in between
+    put(cache, range(71, 80))  # the ranks share a snapshot although this shard arrives in between
     read = [[batch["number"].tolist() for batch in epoch] for epoch in epochs]
     for loader in loaders:
         loader.close()
@@ -760,7 +768,7 @@ def test_ranks_take_the_same_number_of_steps_and_share_no_sample(cache: CacheDir
     assert {len(batch) for batches in read for batch in batches} == {3, 4}
 
 
-def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows(tmp_path: Path) -> None:
+def test_training_and_validation_stay_disjoint_while_the_cache_grows(tmp_path: Path) -> None:
     def sides(cache: CacheDir) -> list[set[int]]:
         read = []
         for side in ("train", "validation"):
@@ -801,8 +809,10 @@ UNGUARDED = """
 
 
 @pytest.mark.parametrize("how", ["script", "stdin", "module"])
-def test_it_starts_from_an_unguarded_script_a_module_and_standard_input(how: str, script: Any, cache: CacheDir) -> None:
-    """The program runs once: no feeder imports it."""
+def test_a_loader_starts_from_an_unguarded_script_a_module_and_standard_input(
+    how: str, script: Any, cache: CacheDir
+) -> None:
+    """The program runs only once: no feeder imports it."""
     out, err = script(UNGUARDED, cache.root, how=how).communicate(timeout=60)
 
     assert out == "started\nTrue\n"
@@ -842,7 +852,7 @@ def test_feeders_end_with_a_killed_trainer(forks: tuple[int, ...], script: Any, 
 
 
 def forked(trainer: subprocess.Popen[str]) -> list[int]:
-    """Processes of this very trainer's program that outlived it; other tests run theirs beside."""
+    """Return processes of this trainer's program that outlived it. Other tests run their own beside it."""
     program = os.fsencode(trainer.args[1])  # type: ignore[index]
     found = []
     for entry in Path("/proc").iterdir():
@@ -853,15 +863,15 @@ def forked(trainer: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("after", ["at once", "on and on"])
-def test_two_interrupts_end_a_program_at_once_and_leave_nothing(after: str, script: Any, cache: CacheDir) -> None:
-    """Both before the first is looked at, or one after the other, whatever the program is at, until it is gone."""
+def test_two_interrupts_end_a_program_at_once_and_leave_no_process(after: str, script: Any, cache: CacheDir) -> None:
+    """Both come before the first is handled, or one after the other, at any moment of the program until its end."""
     process = script(RUNS, cache.root)
     feeders = [int(pid) for pid in process.stdout.readline().split()]
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + 20
     while after == "on and on" and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)  # so fast do they come
+        time.sleep(0.005)  # interrupts can come this fast
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode in (-signal.SIGINT, 1, 130)
@@ -882,7 +892,7 @@ BEGINS = """
 """
 
 
-def test_an_epoch_goes_on_in_another_process_and_another_world(script: Any, cache: CacheDir) -> None:
+def test_an_epoch_resumes_in_another_process_and_with_another_world_size(script: Any, cache: CacheDir) -> None:
     out, err = script(BEGINS, cache.root).communicate()
     assert err == ""
     first, state, rest = json.loads(out)
@@ -905,8 +915,8 @@ def test_an_epoch_goes_on_in_another_process_and_another_world(script: Any, cach
     assert sorted(first + halves) == list(range(60))
 
 
-def test_an_epoch_in_windows_is_whole_and_goes_on_in_another_world(tmp_path: Path) -> None:
-    """Two windows, one of 64 MiB; both feeders read runs of both ahead."""
+def test_an_epoch_in_windows_is_complete_and_resumes_with_another_world_size(tmp_path: Path) -> None:
+    """Two windows, one of them of 64 MiB. Both feeders read runs of both windows ahead."""
     cache = tmp_path / "large"
     schema = Schema((Field("x", "<f4", (3072,)), Field("number", "<i8")))
     with open_cache(cache, max_size="1GB") as large:
@@ -935,7 +945,7 @@ def test_an_epoch_in_windows_is_whole_and_goes_on_in_another_world(tmp_path: Pat
     assert sorted(first + halves) == list(range(7000))
 
 
-def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(cache: CacheDir) -> None:
+def test_a_state_with_evicted_shards_is_refused_or_resumes_without_them(cache: CacheDir) -> None:
     with Loader(cache, batch_size=4, fields=["number"], workers=1) as loader:
         batches = iter(loader)
         first = [int(n) for _ in range(5) for n in next(batches)["number"]]
@@ -944,7 +954,7 @@ def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(ca
 
     with Loader(cache, batch_size=4, fields=["number"], workers=1) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(UsageError, match="1 of 3 shards of the epoch to resume were evicted since"):
+        with pytest.raises(UsageError, match="1 of 3 shards of the epoch to resume were evicted"):
             iter(loader)
     with Loader(cache, batch_size=4, fields=["number"], workers=1, missing="skip") as loader:
         loader.load_state_dict(state)
@@ -953,7 +963,7 @@ def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(ca
     assert set(rest) == set(range(20, 60)) - set(first)
 
 
-def test_a_trainer_with_thousands_of_open_files_is_fed(cache: CacheDir) -> None:
+def test_a_loader_works_in_a_trainer_with_thousands_of_open_files(cache: CacheDir) -> None:
     code = (
         "import os, resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

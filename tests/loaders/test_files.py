@@ -1,4 +1,4 @@
-"""Shards outside any cache: what ``convert --out`` wrote, read by paths alone."""
+"""Shards outside any cache: exported folders, read only by their paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str | None], Path]:
-    """The samples 0 to 39 with every kind of field, as several files of each format."""
+    """Write the samples 0 to 39 with every kind of field, as several files of each format."""
     base = tmp_path_factory.mktemp("files")
     with open_cache(base / "cache", max_size="50MB") as cache:
         put(cache, range(40), schema=EVERY)
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str | N
 
 
 def seen(loader: Loader, schema: Any = EVERY) -> list[str]:
-    """Digests of the samples of one epoch, sorted."""
+    """Return the sorted digests of the samples of one epoch."""
     return sorted(
         digest(schema, {name: column[i] for name, column in batch.items()})
         for batch in loader
@@ -53,7 +53,7 @@ def seen(loader: Loader, schema: Any = EVERY) -> list[str]:
         *(pytest.param(2, *each, marks=[pytest.mark.soak] * (number % 3 > 0)) for number, each in enumerate(FORMATS)),
     ],
 )
-def test_a_folder_that_convert_wrote_is_read_without_a_cache(
+def test_an_exported_folder_is_read_without_a_cache(
     name: str, compression: str | None, workers: int, folders: dict[Any, Path]
 ) -> None:
     folder = folders[name, compression]
@@ -63,7 +63,7 @@ def test_a_folder_that_convert_wrote_is_read_without_a_cache(
         assert seen(loader) == seen(loader) == digests(EVERY, range(40))
 
 
-def test_the_loader_for_pytorch_takes_paths_too(folders: dict[Any, Path]) -> None:
+def test_the_loader_for_pytorch_accepts_paths_too(folders: dict[Any, Path]) -> None:
     paths = [path for (_, compression), path in folders.items() if compression is None]
 
     assert (
@@ -72,8 +72,8 @@ def test_the_loader_for_pytorch_takes_paths_too(folders: dict[Any, Path]) -> Non
     )
 
 
-def test_a_list_of_folders_and_single_files_is_one_set(folders: dict[Any, Path]) -> None:
-    """Files of different folders have the same names, and formats may be mixed."""
+def test_a_list_of_folders_and_single_files_is_one_dataset(folders: dict[Any, Path]) -> None:
+    """Files in different folders have the same names, and formats may be mixed."""
     hdf5 = sorted(folders["hdf5", None].glob("part-*"))
     zarr = sorted(folders["zarr", None].glob("part-*"))
     with Loader([hdf5[0], zarr[1], folders["lmdb", None]], batch_size=7, workers=1) as loader:
@@ -99,7 +99,7 @@ def test_one_shard_of_a_cache_is_read_by_its_folder_without_a_lease(cache: Cache
     assert [each.epochs for each in cache.shards()] == [0, 0, 0]
 
 
-def test_what_is_no_shard_is_refused_when_the_loader_is_made(
+def test_a_path_that_is_no_shard_is_refused_when_the_loader_is_created(
     cache: CacheDir, folders: dict[Any, Path], tmp_path: Path
 ) -> None:
     lmdb = folders["lmdb", None]
@@ -110,20 +110,20 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
         opened.convert(to="hdf5", out=tmp_path / "small")
     for paths, message in (
         ([], "the list of shards is empty"),
-        ([lmdb, tmp_path / "gone"], f"there is nothing at {tmp_path / 'gone'}"),
-        ([lmdb, lmdb], "comes twice"),
-        ([lmdb, min(lmdb.glob("part-*"))], "comes twice"),
+        ([lmdb, tmp_path / "gone"], f"{tmp_path / 'gone'} does not exist"),
+        ([lmdb, lmdb], "is listed twice"),
+        ([lmdb, min(lmdb.glob("part-*"))], "is listed twice"),
         ([cache.root], "is a cache; give it alone"),
         (other, f"{other} is neither a cache nor a shard; .*cachetool pull {other} --cache FOLDER"),
-        (other / "notes.txt", rf"notes\.txt is no shard: .*cachetool convert {other}/notes\.txt --to lmdb"),
+        (other / "notes.txt", rf"notes\.txt is not a shard: .*cachetool convert {other}/notes\.txt --to lmdb"),
         (
             "s3://key:secret@bucket/x",
-            r"s3://\.\.\. is none; .*: cachetool pull URL --cache FOLDER",
+            r"not a URL \(s3://\.\.\.\).*: cachetool pull URL --cache FOLDER",
         ),
-        (["s3://key:secret@bucket/x"], r"s3://\.\.\. is none"),
+        (["s3://key:secret@bucket/x"], r"s3://\.\.\.\W"),
         ("", "the name of the cache folder is empty"),
-        (5, "5 is no cache: give an open one, its folder, or a list of shards"),
-        (None, "None is no cache"),
+        (5, "5 is not a cache; use an open cache, its folder, or a list of shards"),
+        (None, "None is not a cache"),
         ([lmdb, tmp_path / "small"], "hold different fields"),
     ):
         with pytest.raises(UsageError, match=message) as refused:
@@ -144,27 +144,29 @@ def test_a_damaged_description_is_named(cache: CacheDir, tmp_path: Path) -> None
     value = json.loads(about.read_text())
     for part in ({**value["parts"][0], "file": "../../elsewhere.lmdb"}, {"file": "part-00000.lmdb"}):
         about.write_text(json.dumps({**value, "parts": [part]}))
-        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool writes"):
+        with pytest.raises(CorruptError, match=r"dataset\.json is damaged"):
             Loader(tmp_path / "out", batch_size=4)
     about.write_text(json.dumps({**value, "layout": 2}))
     with pytest.raises(CorruptError, match=r"dataset\.json has layout 2, this cachetool reads layout 1"):
         Loader(tmp_path / "out", batch_size=4)
     shard = cache.shards()[0].path
     (shard / "shard.json").write_text((shard / "shard.json").read_text().replace('"samples": 20', '"samples": 21'))
-    with pytest.raises(CorruptError, match=r"shard\.json is not what cachetool writes"):
+    with pytest.raises(CorruptError, match=r"shard\.json is damaged"):
         Loader(shard, batch_size=4)
 
 
-def test_batches_larger_than_all_there_will_ever_be_are_refused_at_once(folders: dict[Any, Path]) -> None:
-    says = r"40 of 64 samples in .* drop_last=True .*; more never come to plain files"
+def test_batches_larger_than_the_files_samples_are_refused_at_once(folders: dict[Any, Path]) -> None:
+    says = r"40 of 64 samples in .* drop_last=True .*; plain files do not grow"
     loader = Loader(folders["lmdb", None], batch_size=64, drop_last=True, workers=0)
     with loader, pytest.raises(UsageError, match=says):
         iter(loader)
 
 
 @pytest.mark.parametrize("name", ["lmdb", "zarr"])
-def test_links_that_the_user_made_in_a_folder_are_followed(name: str, folders: dict[Any, Path], tmp_path: Path) -> None:
-    """As of files that are kept elsewhere; in a shard of a cache none is."""
+def test_links_that_the_user_created_in_a_folder_are_followed(
+    name: str, folders: dict[Any, Path], tmp_path: Path
+) -> None:
+    """Links to files on another disk are followed, for example. Links in a shard of a cache never are."""
     folder = folders[name, None]
     for path in (*folder.iterdir(), *(folder / ".extents").rglob("*.bin")):
         link = tmp_path / path.relative_to(folder)
@@ -175,7 +177,7 @@ def test_links_that_the_user_made_in_a_folder_are_followed(name: str, folders: d
         assert seen(loader) == digests(EVERY, range(40))
 
 
-def test_a_link_to_a_shard_that_the_user_made_is_followed(tmp_path: Path) -> None:
+def test_a_link_that_the_user_created_to_a_shard_is_followed(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(9))
         folder = cache.shards()[0].path
@@ -187,8 +189,8 @@ def test_a_link_to_a_shard_that_the_user_made_is_followed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", [b" " * (MAX_JSON + 1) + b"{}", b"[" * 100_000, b"[]", b'{"format": "lmdb"}'])
-def test_a_description_from_elsewhere_costs_one_line(text: bytes, tmp_path: Path) -> None:
+def test_an_invalid_dataset_json_is_reported_in_one_line(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_bytes(text)
-    with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool") as told:
+    with pytest.raises(CorruptError, match=r"dataset\.json is damaged") as told:
         Loader(tmp_path, batch_size=1)
     assert len(str(told.value).splitlines()) == 1

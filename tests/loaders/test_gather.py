@@ -41,7 +41,7 @@ def gathered(view: View, indices: list[int], parts: Places) -> list[str]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
-    """Every format, every dtype, plain and compressed: 77 samples in 7 parts."""
+    """Create every format and every dtype, uncompressed and compressed: 77 samples in 7 parts."""
     with open_cache(tmp_path_factory.mktemp("mixed") / "cache", max_size="50MB") as cache:
         compressed = [("hdf5", "gzip"), ("zarr", "zstd"), ("tfrecord", "gzip")]
         for at, (name, compression) in enumerate([*((name, None) for name in format_names()), *compressed]):
@@ -61,16 +61,16 @@ OPEN: dict[str, Places] = {
 @pytest.mark.parametrize("how", OPEN)
 @settings(max_examples=20)
 @given(indices=st.lists(st.integers(0, 76), max_size=40))
-def test_any_samples_in_any_order_out_of_any_format(how: str, mixed: View, indices: list[int]) -> None:
-    """By extents and through the library; also with fewer open parts than a batch touches."""
+def test_any_samples_are_gathered_in_any_order_from_any_format(how: str, mixed: View, indices: list[int]) -> None:
+    """Samples are read by extents and through the library, also with fewer open parts than a batch touches."""
     assert gathered(mixed, indices, OPEN[how]) == [EXPECTED[i] for i in indices]
 
 
-def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View) -> None:
+def test_a_batch_of_many_parts_keeps_no_more_parts_mapped_than_allowed(mixed: View) -> None:
     alive, most = [0], []
 
     class Counted:
-        """An open part that counts the buffers it gave out and that are still in use."""
+        """An open part that counts the buffers that it returned and that are still in use."""
 
         def __init__(self, inner: OpenPart) -> None:
             self.inner = inner
@@ -97,7 +97,7 @@ each_way = pytest.mark.parametrize("make", [lambda: MappedParts(maps=False), Map
 
 
 @each_way
-def test_a_chosen_field_alone_is_read(cache: CacheDir, make: Callable[[], Places]) -> None:
+def test_only_a_chosen_field_is_read(cache: CacheDir, make: Callable[[], Places]) -> None:
     view = view_of(cache)
     columns = gather(view, np.array([59, 0, 20]), make(), SMALL.select(["number"]))
 
@@ -107,13 +107,13 @@ def test_a_chosen_field_alone_is_read(cache: CacheDir, make: Callable[[], Places
 
 @each_way
 @pytest.mark.parametrize("indices", [[60], [-1], [0, 61, 2]])
-def test_an_index_outside_is_refused(indices: list[int], cache: CacheDir, make: Callable[[], Places]) -> None:
-    with pytest.raises(IndexError, match="of a dataset of 60"):
+def test_an_index_outside_the_view_is_refused(indices: list[int], cache: CacheDir, make: Callable[[], Places]) -> None:
+    with pytest.raises(IndexError, match="outside a dataset of 60"):
         gathered(view_of(cache), indices, make())
 
 
 @each_way
-def test_a_file_cut_short_is_named(tmp_path: Path, make: Callable[[], Places]) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path, make: Callable[[], Places]) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(20), format="hdf5")
         view = view_of(cache)
@@ -126,8 +126,8 @@ def test_a_file_cut_short_is_named(tmp_path: Path, make: Callable[[], Places]) -
 
 @each_way
 @pytest.mark.parametrize("name", ["dada.h5", "data.h5/x", "."])
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, make: Callable[[], Places], name: str) -> None:
-    """As when a letter of its name was damaged in the extents."""
+def test_a_missing_file_is_named(tmp_path: Path, make: Callable[[], Places], name: str) -> None:
+    """A letter of the name was damaged in the extents, for example."""
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(20), format="hdf5")
         view = view_of(cache)
@@ -140,7 +140,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, make: Callable[[], Pl
 
 
 @each_way
-def test_an_evicted_part_is_an_error_and_an_open_one_still_reads(cache: CacheDir, make: Callable[[], Places]) -> None:
+def test_an_evicted_part_is_an_error_but_an_open_one_is_still_read(cache: CacheDir, make: Callable[[], Places]) -> None:
     view, parts = view_of(cache), make()
     before = gathered(view, [3], parts)
     cache.evict(cache.usage().total - 1)
@@ -155,7 +155,7 @@ def test_an_evicted_part_is_an_error_and_an_open_one_still_reads(cache: CacheDir
         gathered(view, [3], parts)
 
 
-def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
+def test_open_parts_are_few_and_belong_to_one_process(cache: CacheDir) -> None:
     view, parts = view_of(cache), Parts(open_by_library, limit=2)
     gathered(view, list(range(60)), parts)
     assert len(parts._open) == 2
@@ -189,7 +189,7 @@ def test_a_view_finds_the_part_of_each_sample(sizes: list[int]) -> None:
     assert list(zip(numbers.tolist(), within.tolist(), strict=True)) == expected
 
 
-def test_a_view_extends_another_only_when_no_index_changed_its_meaning() -> None:
+def test_a_view_extends_another_only_if_no_index_changed_its_meaning() -> None:
     a, b, c = part("a", 5), part("b", 5), part("c", 5)
 
     assert view(a, b).extends(view(a))
@@ -200,14 +200,14 @@ def test_a_view_extends_another_only_when_no_index_changed_its_meaning() -> None
     assert not view(a._replace(id="other", content="other"), b).extends(view(a))
 
 
-def test_views_of_other_parts_have_other_fingerprints() -> None:
+def test_views_of_different_parts_have_different_fingerprints() -> None:
     views = [view(), view(part("a", 5)), view(part("b", 5)), view(part("a", 6)), view(part("a", 5), part("b", 5))]
 
     assert len({v.fingerprint for v in views}) == len(views)
     assert all(0 <= v.fingerprint < 2**63 for v in views)
 
 
-def test_a_board_keeps_the_last_snapshots_and_copies_go_their_own_way() -> None:
+def test_a_board_keeps_the_last_snapshots_and_its_copies_are_independent() -> None:
     board = Board()
     assert board.current == 0
     for version in range(1, 31):
@@ -222,7 +222,7 @@ def test_a_board_keeps_the_last_snapshots_and_copies_go_their_own_way() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_sees_what_its_parent_writes_on_the_board(method: str) -> None:
+def test_a_child_process_sees_new_versions_on_its_parents_board(method: str) -> None:
     context = multiprocessing.get_context(method)
     board, ready, answers = Board(), context.SimpleQueue(), context.SimpleQueue()
     child = context.Process(target=answer, args=(board, ready, answers))
@@ -236,7 +236,7 @@ def test_a_child_sees_what_its_parent_writes_on_the_board(method: str) -> None:
 
 
 def answer(board: Board, ready: object, answers: object) -> None:
-    """The child of the test above: the current version and its fingerprint, twice."""
+    """Run as the child of the test above: send the current version and its fingerprint, twice."""
     answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]
     ready.get()  # type: ignore[attr-defined]
     answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def answer(board: Board, ready: object, answers: object) -> None:
 @each_way
 @pytest.mark.parametrize("name", ["data.h5", "extents.bin"])
 def test_a_link_in_a_shard_is_not_followed(tmp_path: Path, make: Callable[[], Places], name: str) -> None:
-    """In a cache that somebody else made it may lead to any file of the user's."""
+    """A cache from somebody else may have a link to any file of the user."""
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(20), format="hdf5")
         view = view_of(cache)
@@ -258,8 +258,8 @@ def test_a_link_in_a_shard_is_not_followed(tmp_path: Path, make: Callable[[], Pl
 
 
 @each_way
-def test_a_folder_on_the_way_that_is_a_link_is_not_entered(tmp_path: Path, make: Callable[[], Places]) -> None:
-    """The extents may name a file behind it."""
+def test_a_link_in_place_of_a_parent_folder_is_not_entered(tmp_path: Path, make: Callable[[], Places]) -> None:
+    """The extents may name a file behind the link."""
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(20), format="hdf5")
         view = view_of(cache)

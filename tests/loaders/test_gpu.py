@@ -1,7 +1,7 @@
-"""What only a GPU can show. Where none is at hand, the fake device of ``test_torch_feed.py`` stands for it.
+"""Tests that need a GPU. Without one, the fake device of ``test_torch_feed.py`` stands in for it.
 
-Copies are made slow here by a great many others on the same way to the device, so that a batch whose memory came back
-too early would have other bytes.
+Many other copies to the device make these copies slow, so a batch whose memory was reused too early would have other
+bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CUDA = torch.device("cuda")
 
 
 def expected(numbers: torch.Tensor) -> torch.Tensor:
-    """What the samples with these numbers are: another value at each place."""
+    """Return the samples with these numbers: each position has a different value."""
     return numbers[:, None] * 1_000_003 + torch.arange(VALUES, device=numbers.device, dtype=torch.int32)
 
 
@@ -53,7 +53,7 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Crowd:
-    """Fills the way to the device: copies asked for on other streams."""
+    """A load on the transfers to the device: copies on other streams."""
 
     def __init__(self) -> None:
         self._here = torch.empty(2**28, dtype=torch.uint8).pin_memory()
@@ -73,7 +73,7 @@ def crowd() -> Iterator[Crowd]:
 
 
 def wrong(batches: list[dict[str, Any]]) -> int:
-    """Values that are not what was written."""
+    """Return the number of values that differ from the written ones."""
     return sum(int((batch["x"] != expected(batch["y"])).sum()) for batch in batches)
 
 
@@ -102,8 +102,8 @@ def test_every_batch_arrives_as_it_was_written(root: Path, crowd: Crowd, workers
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_loop_that_is_left_keeps_the_batch_it_has(root: Path, crowd: Crowd, keep: int) -> None:
-    """The next epoch's batches would be made in the same memory."""
+def test_a_loop_that_is_left_keeps_its_current_batch_intact(root: Path, crowd: Crowd, keep: int) -> None:
+    """The batches of the next epoch would be built in the same memory."""
     with Loader(root, batch_size=BATCH, device="cuda", workers=1, prefetch=1) as loader:
         got = []
         for _ in range(12):
@@ -115,7 +115,7 @@ def test_a_loop_that_is_left_keeps_the_batch_it_has(root: Path, crowd: Crowd, ke
     assert wrong(got) == 0
 
 
-def test_a_loader_closed_with_copies_on_their_way_leaves_them_whole(root: Path, crowd: Crowd) -> None:
+def test_copies_in_flight_are_complete_after_the_loader_was_closed(root: Path, crowd: Crowd) -> None:
     got = []
     for _ in range(6):
         loader = Loader(root, batch_size=BATCH, device="cuda", workers=2)
@@ -127,16 +127,16 @@ def test_a_loader_closed_with_copies_on_their_way_leaves_them_whole(root: Path, 
     assert wrong(got) == 0
     lock = page_lock(CUDA)
     assert lock is not None
-    assert lock.locked > 0  # what keeps words of a batch keeps its memory
+    assert lock.locked > 0  # a tensor that keeps words of a batch keeps its memory
     del got
     assert lock.locked == 0
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_copy_of_the_users_own_is_whole_though_the_batch_is_dropped_and_its_memory_filled_again(
+def test_a_users_own_copy_is_complete_although_the_batch_is_dropped_and_its_memory_reused(
     root: Path, crowd: Crowd, before: bool
 ) -> None:
-    """``before``: the same memory was locked for copies of ours."""
+    """``before``: the same memory was locked for cachetool's own copies."""
     with Loader(root, batch_size=BATCH, workers=1, prefetch=1) as loader:
         if before:
             assert delivered(list(DevicePrefetcher(loader, "cuda"))) == list(range(SAMPLES))
@@ -151,8 +151,8 @@ def test_a_copy_of_the_users_own_is_whole_though_the_batch_is_dropped_and_its_me
             assert delivered(got) == list(range(SAMPLES))
 
 
-def test_batches_that_are_kept_stay_as_they_are_while_the_device_is_fed(root: Path, crowd: Crowd) -> None:
-    """Kept from an epoch of its own, which a copy of the user's own may still be under way of."""
+def test_kept_batches_do_not_change_while_the_device_is_fed(root: Path, crowd: Crowd) -> None:
+    """They are kept from a separate epoch. A copy by the user may still be running."""
     with Loader(root, batch_size=BATCH, workers=2) as loader:
         kept = [batch for step, batch in enumerate(loader) if step < 3]
         for _ in range(3):
@@ -162,7 +162,7 @@ def test_batches_that_are_kept_stay_as_they_are_while_the_device_is_fed(root: Pa
         assert wrong(kept) == 0
 
 
-def test_memory_that_cannot_be_locked_is_copied_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_page_locked_is_still_copied(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = page_lock(CUDA)
     assert lock is not None
     own, runtime = torch.empty(4096, dtype=torch.uint8), lock._runtime
@@ -186,7 +186,7 @@ def test_memory_that_cannot_be_locked_is_copied_all_the_same(root: Path, monkeyp
     assert lock.refused
 
 
-def test_without_processes_batches_arrive_too(root: Path, crowd: Crowd) -> None:
+def test_batches_arrive_without_feeder_processes_too(root: Path, crowd: Crowd) -> None:
     with Loader(root, batch_size=BATCH, device="cuda", workers=0) as loader:
         batches = []
         for batch in loader:
@@ -206,8 +206,8 @@ with Loader(sys.argv[1], batch_size=8, device="cuda", transform=lambda sample: s
 
 
 @pytest.mark.parametrize("how", ["script", "stdin"])
-def test_a_loader_starts_where_cuda_is_in_use(root: Path, tmp_path: Path, how: str) -> None:
-    """From a script without a main guard and from standard input, with a lambda."""
+def test_a_loader_starts_in_a_process_that_uses_cuda(root: Path, tmp_path: Path, how: str) -> None:
+    """The program is a script without a main guard, or comes from standard input, and uses a lambda."""
     path = tmp_path / "program.py"
     path.write_text(STARTS)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The whole job: a background pull with a cap of a fifth of the data beside a training of ten epochs."""
+"""The whole job: a background pull with a cap of a fifth of the data, beside a training of ten epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loaders.conftest import run_script
 
 RENEW = 0.25
 SHORT, WHOLE = (400, 8192, 8), (8000, 32768, 10)
-"""Samples, float32 values of each, epochs: 13 MB, 1 GB."""
+"""Samples, float32 values of each, epochs: 13 MB and 1 GB."""
 
 
 @pytest.mark.parametrize(
@@ -23,17 +23,20 @@ SHORT, WHOLE = (400, 8192, 8), (8000, 32768, 10)
     ],
 )
 @pytest.mark.timeout(1800)
-def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, count: int, tmp_path: Path) -> None:
-    """Each epoch shows all that was committed before it began, each sample once, but for the share that the first of a
-    full cache may leave for the next. The set grows until the cap, then renews its share whenever the puller had the
-    time for it; a frozen puller stops no epoch; the cap holds."""
+def test_epochs_beside_a_background_pull_read_growing_and_renewed_snapshots(
+    kind: str, samples: int, values: int, count: int, tmp_path: Path
+) -> None:
+    """Each epoch reads all samples that were committed before it began, each once. The first epoch of a full cache may
+    leave a share for the next one. The snapshot grows until the cap, then a share is renewed whenever the pull had
+    enough time. A frozen pull stops no epoch, and the cap holds.
+    """
     source = tmp_path / "source"
     source.mkdir()
     array = np.zeros(values, dtype=np.float32)
     for number in range(samples):
         array[0] = number
         np.save(source / f"{number:05d}.x.npy", array)
-    cap = samples * (values * 4 + 128) // 5 + 2_000_000  # a fifth of the data, and the catalog's own
+    cap = samples * (values * 4 + 128) // 5 + 2_000_000  # a fifth of the data, and the catalog's own bytes
     share = int(RENEW * samples / 5)
     found = run_script("growing_run.py", kind, source, tmp_path / "cache", cap, RENEW, share, count, seconds=1700)
     epochs = [set(numbers) for numbers in found["epochs"]]
@@ -46,8 +49,8 @@ def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, c
     for number, (epoch, committed) in enumerate(zip(epochs, found["committed"], strict=True)):
         fresh.append(len(epoch - seen))
         seen |= epoch
-        # Nothing is evicted that no epoch has had; only a source that was drawn to its end brings the same again.
-        # The cache may have become full between the question and the snapshot of the epoch before `full`.
+        # No sample is evicted that no epoch has read; only a source at its end brings the same samples again. The cache
+        # may have become full between the query and the snapshot of the epoch before `full`.
         assert len(seen) >= min(committed, samples) - (1.2 * share if number in (full - 1, full) else 0)
     shares = [len(after - before) / len(after) for before, after in pairwise(epochs)]
     assert min(shares[full:]) >= 0.8 * RENEW

@@ -1,4 +1,4 @@
-"""What an idle training process keeps on the disk: nothing, ``hold`` seconds after its last epoch."""
+"""The files that an idle training process holds: none, ``hold`` seconds after its last epoch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from tests.loaders.processes import children, until
 
 
 def numbers(batches: Any) -> list[int]:
-    """The numbers of the samples of these batches, in order."""
+    """Return the numbers of the samples of these batches, in order."""
     return [int(number) for batch in batches for number in batch["number"]]
 
 
 def mapped(shard: str) -> bool:
-    """Whether this process or a child of it has files of a shard mapped."""
+    """Return True if this process or a child has files of a shard mapped."""
     return any(shard in Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), *children()))
 
 
 @pytest.mark.parametrize("fields", [["number"], pytest.param(["x", "words"], marks=pytest.mark.soak)])
 @pytest.mark.parametrize("left", ["whole", "broken off"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak), 2])
-def test_an_idle_loader_gives_its_snapshots_and_files_up(
+def test_an_idle_loader_releases_its_snapshots_and_files(
     workers: int, left: str, fields: list[str], cache: CacheDir
 ) -> None:
-    """A feeder that waits for room must let go of the files as well: those of deleted shards would fill the disk."""
+    """A feeder that waits for a free slot must release the files too: otherwise deleted shards would still occupy the
+    disk.
+    """
     with Loader(cache, batch_size=4, fields=fields, workers=workers, prefetch=1, hold=0.2) as loader:
         for _ in loader:
             if left == "broken off":
@@ -50,7 +52,7 @@ def test_an_epoch_whose_iterator_is_kept_keeps_its_snapshot(cache: CacheDir) -> 
         kept = iter(loader)
         next(kept)
         other = iter(loader)
-        del other  # the one before it ended with it
+        del other  # the previous iterator ended with it
         until(lambda: leases(cache) == [])
         again = iter(loader)
         del kept
@@ -60,7 +62,7 @@ def test_an_epoch_whose_iterator_is_kept_keeps_its_snapshot(cache: CacheDir) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_where_a_loop_was_left_is_known_when_its_snapshot_is_given_up(workers: int, cache: CacheDir) -> None:
+def test_the_position_of_a_left_loop_is_known_after_its_snapshot_was_released(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=4, fields=["number"], workers=workers, hold=0.2, seed=1) as loader:
         first: list[int] = []
         for batch in loader:
@@ -75,14 +77,14 @@ def test_where_a_loop_was_left_is_known_when_its_snapshot_is_given_up(workers: i
         assert sorted(first + numbers(loader)) == list(range(60))
 
 
-def test_an_iterator_that_is_collected_while_samples_are_waited_for_does_not_end_the_wait(
+def test_garbage_collection_of_an_iterator_does_not_end_a_wait_for_samples(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Loader(cache, batch_size=4, fields=["number"], workers=2, min_samples=60) as loader:
         circle: list[Any] = [iter(loader)]
         numbers([next(circle[0])])
         circle.append(circle)
-        with pytest.raises(CapBlocked):  # by that epoch; the shard is in no new one
+        with pytest.raises(CapBlocked):  # that epoch still reads the shard; it is in no new snapshot
             cache.evict(cache.usage().total - cache.shards()[0].bytes)
         feed = loader._feed
         assert feed is not None

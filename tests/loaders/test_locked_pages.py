@@ -1,6 +1,6 @@
-"""Slots locked in memory: only while copies of ours are made of them, and for as long as anything sees them.
+"""Page-locked slots: only while cachetool copies from them, and as long as an object refers to them.
 
-By a lock that takes notes; ``test_gpu.py`` has a real one.
+The tests use a lock that takes notes; ``test_gpu.py`` uses a real one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.loaders.test_ring import send
 
 
 class Locks:
-    """A :data:`~cachetool.loaders.ring.ring.Lock`: which memory is locked now."""
+    """A :data:`~cachetool.loaders.ring.ring.Lock` that records which memory is locked now."""
 
     def __init__(self) -> None:
         self.now: list[tuple[int, int]] = []
@@ -47,7 +47,7 @@ class Locks:
         return held
 
     def _end(self, start: int, memory: memoryview) -> None:
-        bytes(memory[:1])  # or the process is gone: it must be there yet
+        bytes(memory[:1])  # raises if the process is gone: the memory must still exist
         self.now.remove((start, memory.nbytes))
 
     def cover(self, address: int) -> bool:
@@ -59,7 +59,7 @@ def covered(locks: Locks, batch: dict[str, Any]) -> set[bool]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_slots_are_locked_for_an_epoch_and_not_for_the_next(cache: CacheDir, workers: int) -> None:
+def test_slots_are_locked_for_one_epoch_and_not_for_the_next(cache: CacheDir, workers: int) -> None:
     locks = Locks()
     loader = Loader(cache, batch_size=4, workers=workers, prefetch=2, fields=["x", "number"])
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_slots_are_locked_for_an_epoch_and_not_for_the_next(cache: CacheDir, wor
     assert locks.now == []
 
 
-def test_a_batch_keeps_its_lock_when_the_loader_is_gone(cache: CacheDir) -> None:
+def test_a_batch_keeps_its_lock_after_the_loader_was_closed(cache: CacheDir) -> None:
     locks = Locks()
     loader = Loader(cache, batch_size=4, workers=1, fields=["x", "number"])
     batches: Any = iter(loader)
@@ -89,7 +89,7 @@ def test_a_batch_keeps_its_lock_when_the_loader_is_gone(cache: CacheDir) -> None
     assert locks.now == []
 
 
-def test_a_slot_that_is_made_larger_is_locked_where_it_lies_then() -> None:
+def test_an_enlarged_slot_is_locked_at_its_new_address() -> None:
     ring, locks = Ring(), Locks()
     writer = RingWriter(ring.fd)
     writer.permit(1)
@@ -122,7 +122,7 @@ def test_a_lock_ends_before_the_memory_is_locked_for_another_device() -> None:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that copies at once, into memory like any other."""
+    """Return a device that copies at once, into ordinary memory."""
 
     class Event:
         query = staticmethod(lambda: True)
@@ -139,7 +139,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def behind_the_first(arrived: Path, once: Path | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A ``transform`` that makes all samples but the first eight wait for a file, once there is another."""
+    """Return a ``transform`` that makes all samples except the first eight wait for the file ``arrived``, after
+    ``once`` exists.
+    """
 
     def after(sample: dict[str, Any]) -> dict[str, Any]:
         until = time.monotonic() + 60
@@ -153,10 +155,8 @@ def behind_the_first(arrived: Path, once: Path | None = None) -> Callable[[dict[
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(
-    cache: CacheDir, tmp_path: Path, workers: int
-) -> None:
-    """Those behind the first are only made once it has arrived."""
+def test_a_batch_is_delivered_without_waiting_for_the_next_one(cache: CacheDir, tmp_path: Path, workers: int) -> None:
+    """The next batches are only built after the first one has arrived."""
     arrived = tmp_path / "arrived"
     after = behind_the_first(arrived)
     with TorchLoader(
@@ -171,9 +171,7 @@ def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(
 
 
 @pytest.mark.usefixtures("device")
-def test_memory_is_locked_for_a_device_that_can_and_by_no_one_else(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_locked_only_for_a_device_that_supports_it(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
     locks = Locks()
     monkeypatch.setattr(torch_device, "page_lock", lambda _: locks)
 
@@ -191,10 +189,10 @@ def test_memory_is_locked_for_a_device_that_can_and_by_no_one_else(
 
 
 @pytest.mark.usefixtures("device")
-def test_the_first_batch_of_an_epoch_is_not_kept_back_where_one_of_the_epoch_that_was_left_waits(
+def test_the_first_batch_of_an_epoch_is_delivered_despite_a_waiting_batch_of_the_left_epoch(
     cache: CacheDir, tmp_path: Path
 ) -> None:
-    """In the ring of another feeder, which gives it where the second batch will be."""
+    """The waiting batch is in the ring of another feeder, at the position of the second batch."""
     left, arrived = tmp_path / "left", tmp_path / "arrived"
     after = behind_the_first(arrived, once=left)
     options: dict[str, Any] = {"workers": 2, "prefetch": 2, "device": "meta", "transform": after}
@@ -213,7 +211,7 @@ def test_the_first_batch_of_an_epoch_is_not_kept_back_where_one_of_the_epoch_tha
 
 
 @pytest.mark.usefixtures("device")
-def test_an_interrupt_while_a_prefetcher_looks_for_a_batch_costs_no_slot(
+def test_an_interrupt_while_a_prefetcher_fetches_a_batch_loses_no_slot(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking: list[bool] = []
@@ -228,7 +226,7 @@ def test_an_interrupt_while_a_prefetcher_looks_for_a_batch_costs_no_slot(
 
     def interrupted(ring: Ring, number: int) -> None:
         if looking:
-            raise KeyboardInterrupt  # the slot is neither in use nor given back
+            raise KeyboardInterrupt  # the slot is neither in use nor returned
         free(ring, number)
 
     with TorchLoader(cache, batch_size=4, workers=1, prefetch=1, fields=["number"], device="meta") as loader:
@@ -236,12 +234,12 @@ def test_an_interrupt_while_a_prefetcher_looks_for_a_batch_costs_no_slot(
             patched.setattr(Epoch, "ready", property(looks))
             patched.setattr(Ring, "_free", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                all(time.sleep(0.005) is None for _ in range(20) for _ in loader)  # it is given back in two places
+                all(time.sleep(0.005) is None for _ in range(20) for _ in loader)  # the slot is returned in two places
         assert len(list(loader)) == 15
 
 
 @pytest.mark.usefixtures("device")
-def test_an_interrupt_by_a_handler_that_closes_the_loader_is_heard_while_a_prefetcher_looks_for_a_batch(
+def test_an_interrupt_by_a_handler_that_closes_the_loader_is_raised_while_a_prefetcher_fetches(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TorchLoader(cache, batch_size=4, workers=1, prefetch=1, fields=["number"], device="meta") as loader:
@@ -257,7 +255,7 @@ def test_an_interrupt_by_a_handler_that_closes_the_loader_is_heard_while_a_prefe
             list(batches)
 
 
-def test_the_last_batch_is_ready_though_it_is_kept_back(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_last_batch_counts_as_ready(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with Loader(cache, batch_size=6, workers=0, fields=["number"]) as loader:
         epoch: Any = iter(loader)
         feed = epoch.progress.feed
@@ -272,7 +270,7 @@ def test_the_last_batch_is_ready_though_it_is_kept_back(cache: CacheDir, monkeyp
 
 
 @pytest.mark.usefixtures("device")
-def test_no_memory_is_locked_whose_batches_somebody_gets_as_they_are(
+def test_memory_of_batches_delivered_on_the_host_is_not_locked(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks = Locks()
@@ -287,7 +285,7 @@ def test_no_memory_is_locked_whose_batches_somebody_gets_as_they_are(
 
 
 class Runtime:
-    """CUDA's runtime, as far as it locks memory: the numbers of its errors are CUDA's."""
+    """CUDA's runtime as far as it locks memory, with CUDA's error numbers."""
 
     def __init__(self, refuses: int = 0, interrupts: bool = False) -> None:
         self.refuses, self.interrupts = refuses, interrupts
@@ -299,7 +297,7 @@ class Runtime:
             return self.refuses
         self.now[address] = nbytes
         if self.interrupts:
-            raise KeyboardInterrupt  # as a signal's handler does, once the call is done
+            raise KeyboardInterrupt  # as a signal handler does after the call has returned
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -317,7 +315,7 @@ def page_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], torch_devi
     return make
 
 
-def test_memory_is_locked_until_nothing_keeps_it(page_lock: Callable[[Runtime], torch_device.PageLock]) -> None:
+def test_memory_is_locked_until_no_object_refers_to_it(page_lock: Callable[[Runtime], torch_device.PageLock]) -> None:
     runtime = Runtime()
     lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
     kept = lock(memory.data)
@@ -338,7 +336,7 @@ def test_a_forked_child_unlocks_nothing(
     assert (runtime.now, lock.locked) == ({memory.ctypes.data: 8192}, 8192)
 
 
-def test_memory_that_is_refused_stays_as_it_is_and_is_not_asked_for_again(
+def test_memory_that_cannot_be_locked_stays_unlocked_and_is_not_tried_again(
     page_lock: Callable[[Runtime], torch_device.PageLock],
 ) -> None:
     runtime = Runtime(refuses=2)
@@ -349,7 +347,7 @@ def test_memory_that_is_refused_stays_as_it_is_and_is_not_asked_for_again(
     assert (runtime.now, lock.locked) == ({}, 0)
 
 
-def test_an_interrupt_while_memory_is_locked_leaves_none_locked(
+def test_an_interrupt_while_memory_is_being_locked_leaves_none_locked(
     page_lock: Callable[[Runtime], torch_device.PageLock],
 ) -> None:
     runtime = Runtime(interrupts=True)

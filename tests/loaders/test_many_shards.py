@@ -1,6 +1,7 @@
-"""More shards than a process may have maps or descriptors: what does not fit is read, and nothing else changes.
+"""More shards than a process may have maps or descriptors: the excess is read by system calls, and nothing else
+changes.
 
-The limits are made small here; ``benchmarks/many_shards.py`` has a hundred thousand shards.
+The limits are small here; ``benchmarks/many_shards.py`` has a hundred thousand shards.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def descriptors_of(root: Path) -> list[str]:
 
 @pytest.fixture
 def few_maps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets this process make so many maps more."""
+    """Limit this process to a number of further maps."""
 
     def allow(more: int) -> None:
         monkeypatch.setattr(arena, "_FEW", 1)
@@ -90,7 +91,7 @@ def many(tmp_path: Path) -> Iterator[CacheDir]:
 def test_shards_beyond_the_limit_are_read_with_the_same_values(
     name: str, few: int, tmp_path: Path, few_maps: Callable[[int], None]
 ) -> None:
-    """Every kind of field of every format, in batches that have samples of both sorts of shards, twice."""
+    """Every kind of field of every format, twice, in batches with samples of mapped and of read shards."""
     order = np.random.default_rng(3).permutation(40)
     batches = np.split(order, [1, 1, 7, 30])
     with open_cache(tmp_path / "cache", max_size="100MB") as cache:
@@ -117,8 +118,8 @@ def test_compressed_mapped_and_read_shards_share_a_batch(tmp_path: Path, few_map
 
 
 @linux
-def test_maps_of_the_program_itself_are_counted_and_room_is_left_for_more(many: CacheDir) -> None:
-    """In a process of its own that has used up three quarters of its maps before: no map fails, none is made."""
+def test_maps_of_the_program_itself_are_counted_and_some_are_left_free(many: CacheDir) -> None:
+    """The process has used three quarters of its maps before: no map fails, and none is created."""
     script = """
 import mmap, sys
 import numpy as np
@@ -145,7 +146,7 @@ with open_cache(sys.argv[1]) as cache:
 
 @linux
 def test_a_shard_takes_one_map(many: CacheDir) -> None:
-    """Its extents are small and held, and its data lies beside its neighbours': no gap counts as a map."""
+    """The small extents are kept in memory, and a shard's data lies beside its neighbours': no gap counts as a map."""
     view, parts = view_of(many), MappedParts()
     before = arena.maps_now()
     gather(view, np.arange(view.samples), parts, SMALL)
@@ -154,7 +155,7 @@ def test_a_shard_takes_one_map(many: CacheDir) -> None:
 
 
 @linux
-def test_room_that_shards_leave_is_given_to_those_that_come(many: CacheDir, few_maps: Callable[[int], None]) -> None:
+def test_maps_freed_by_deleted_shards_are_used_for_new_ones(many: CacheDir, few_maps: Callable[[int], None]) -> None:
     view, parts = view_of(many), MappedParts()
     few_maps(20)
     gather(view, np.arange(view.samples), parts, SMALL)
@@ -175,7 +176,7 @@ def test_room_that_shards_leave_is_given_to_those_that_come(many: CacheDir, few_
     assert maps_of(many.root) == 3
 
 
-def test_columns_that_are_held_do_not_pile_up_while_shards_come_and_go(
+def test_columns_kept_in_memory_do_not_accumulate_while_shards_change(
     many: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "_BLOCK", 4096)
@@ -189,7 +190,7 @@ def test_columns_that_are_held_do_not_pile_up_while_shards_come_and_go(
     assert len(seen) > 1
 
 
-def test_few_descriptors_are_kept_and_those_of_shards_that_leave_are_closed(many: CacheDir) -> None:
+def test_few_descriptors_are_kept_and_those_of_deleted_shards_are_closed(many: CacheDir) -> None:
     view, parts = view_of(many), MappedParts(maps=False)
     parts._descriptors = Descriptors(share=5 / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     order = np.random.default_rng(0).permutation(view.samples)
@@ -204,7 +205,7 @@ def test_few_descriptors_are_kept_and_those_of_shards_that_leave_are_closed(many
     assert descriptors_of(many.root) == []
 
 
-def test_a_forked_child_reads_on_and_leaves_the_descriptors_of_its_parent_alone(many: CacheDir) -> None:
+def test_a_forked_child_continues_to_read_without_touching_its_parents_descriptors(many: CacheDir) -> None:
     view, parts = view_of(many), MappedParts(maps=False)
     every = np.arange(view.samples)
     read(parts, view, [every], SMALL)
@@ -222,16 +223,16 @@ def test_a_forked_child_reads_on_and_leaves_the_descriptors_of_its_parent_alone(
     assert read(parts, view, [every], SMALL) == expected(SMALL, every)
 
 
-def test_a_shard_that_is_read_and_was_evicted_is_named(many: CacheDir) -> None:
+def test_an_evicted_shard_without_a_map_is_named(many: CacheDir) -> None:
     view, parts = view_of(many), MappedParts(maps=False)
-    read(parts, view, [np.array([EACH * SHARDS - 1])], SMALL)  # all are known by now, one is open
+    read(parts, view, [np.array([EACH * SHARDS - 1])], SMALL)  # all shards are known by now, and one is open
     many.evict(many.usage().total - 1)
     with pytest.raises(UsageError, match=f"shard {view.parts[0].id} was evicted"):
         gather(view, np.array([0]), parts, SMALL)
 
 
 @pytest.mark.parametrize("size", [0, 2000])
-def test_a_file_that_is_read_and_was_cut_short_meanwhile_is_named(size: int, many: CacheDir) -> None:
+def test_a_file_without_a_map_that_was_truncated_meanwhile_is_named(size: int, many: CacheDir) -> None:
     view, parts = view_of(many), MappedParts(maps=False)
     data = view.parts[3].folder / "data.lmdb"
     os.truncate(data, size)
@@ -239,8 +240,8 @@ def test_a_file_that_is_read_and_was_cut_short_meanwhile_is_named(size: int, man
         gather(view, np.arange(3 * EACH, 4 * EACH), parts, SMALL)
 
 
-def test_a_size_that_no_file_has_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
-    """Of a file that is read nobody has seen how long it is."""
+def test_an_impossible_size_is_refused_before_memory_is_allocated(tmp_path: Path) -> None:
+    """The size of a file that is read without a map was never checked."""
     from tests.loaders.numbered import KEYED
 
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
@@ -251,11 +252,11 @@ def test_a_size_that_no_file_has_is_refused_before_memory_is_asked_for(tmp_path:
     assert sizes is not None
     damaged = view.parts[0].extents.read_bytes().replace(sizes.tobytes(), (sizes + 2**60).tobytes())
     view.parts[0].extents.write_bytes(damaged)
-    with pytest.raises(CorruptError, match=r"data.lmdb is cut short: it has [0-9]+ bytes, field '__key__'"):
+    with pytest.raises(CorruptError, match=r"data.lmdb is cut short: it has [0-9]+ bytes, but field '__key__'"):
         gather(view, np.array([0]), MappedParts(maps=False), KEYED)
 
 
-def test_a_split_reads_its_keys_beyond_the_limit(tmp_path: Path, few_maps: Callable[[int], None]) -> None:
+def test_a_split_reads_the_keys_of_shards_without_a_map(tmp_path: Path, few_maps: Callable[[int], None]) -> None:
     from cachetool.loaders.selection import Selection
     from tests.loaders.numbered import KEYED
 
@@ -269,10 +270,8 @@ def test_a_split_reads_its_keys_beyond_the_limit(tmp_path: Path, few_maps: Calla
     assert 0 < len(whole) < view.samples
 
 
-def test_what_is_read_later_is_asked_for_of_files_without_a_map(
-    many: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By advice for their descriptors, where a look at some of them says that they are not in memory."""
+def test_later_samples_of_files_without_a_map_are_read_ahead(many: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice on their descriptors requests the samples if a probe shows that their pages are not in memory."""
     from cachetool.loaders.read import unmapped
 
     view, parts = view_of(many), MappedParts(maps=False)
@@ -330,8 +329,10 @@ with open_cache(sys.argv[1]) as cache, Loader(cache, batch_size=9, workers=2, ve
 
 @linux
 @pytest.mark.parametrize(("name", "limit"), [("RLIMIT_AS", 2**35), ("RLIMIT_NOFILE", 64)])
-def test_under_a_limit_of_the_process_feeders_read_grow_and_resume(name: str, limit: int, many: CacheDir) -> None:
-    """Under ``ulimit -v`` there is no range to map files into, and under ``ulimit -n`` hardly a descriptor to keep."""
+def test_under_process_limits_feeders_read_a_growing_cache_and_resume(name: str, limit: int, many: CacheDir) -> None:
+    """Under ``ulimit -v`` no address range can be reserved, and under ``ulimit -n`` hardly any descriptor can be
+    kept.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(many.root), name, str(limit)],
         cwd=REPOSITORY,
@@ -348,7 +349,7 @@ def test_under_a_limit_of_the_process_feeders_read_grow_and_resume(name: str, li
     assert found["resumed"] == [*range(EACH * SHARDS), *range(500, 504)]
 
 
-def test_a_list_of_files_reads_what_their_folder_tells_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_files_reads_their_folders_description_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(30):

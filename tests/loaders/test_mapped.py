@@ -53,7 +53,7 @@ def numbered(*numbers: int) -> list[str]:
 
 
 def maps(root: Path) -> dict[str, str]:
-    """File under ``root`` to where it is mapped in this process."""
+    """Return the address at which each file under ``root`` is mapped in this process."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     return {line[5]: line[0] for line in lines if len(line) > 5 and line[5].startswith(str(root))}
 
@@ -89,7 +89,7 @@ def put_parts(folder: Path, name: str, sizes: list[int]) -> View:
 
 
 def same(one: Block, two: Block) -> bool:
-    """Whether all bytes are equal; NaNs too."""
+    """Return True if all bytes are equal, also those of NaNs."""
     for name in READ.names:
         a, b = one.columns[name], two.columns[name]
         if isinstance(a, Ragged) and isinstance(b, Ragged):
@@ -102,7 +102,7 @@ def same(one: Block, two: Block) -> bool:
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_batches_of_every_kind_of_field_are_what_was_written(name: str, tmp_path: Path) -> None:
+def test_batches_of_every_kind_of_field_equal_the_written_values(name: str, tmp_path: Path) -> None:
     order = np.random.default_rng(2).integers(0, 30, 50)
     asked = np.split(order, [1, 20, 20])
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
@@ -117,8 +117,8 @@ def test_batches_of_every_kind_of_field_are_what_was_written(name: str, tmp_path
 
 @pytest.mark.parametrize("reads", [4_000, pytest.param(250_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize("name", format_names())
-def test_gathering_gives_what_the_formats_own_reader_gives(name: str, reads: int, tmp_path: Path) -> None:
-    """Every sample, in random order, out of shards of several sizes: 1e6 reads over the four formats in the soak."""
+def test_gathering_equals_the_formats_own_reader(name: str, reads: int, tmp_path: Path) -> None:
+    """Every sample, in random order, from shards of several sizes; in the soak 1e6 reads over the four formats."""
     view = put_parts(tmp_path, name, [300, 1, 0, 77, 122])
     rng, parts = np.random.default_rng(1), MappedParts()
     schema, checked = view.schema, 0
@@ -137,7 +137,7 @@ def test_gathering_gives_what_the_formats_own_reader_gives(name: str, reads: int
         reader.close()
 
 
-def test_batches_come_in_order_and_are_made_when_asked_for(cache: CacheDir) -> None:
+def test_batches_come_in_order_and_are_built_on_request(cache: CacheDir) -> None:
     view, parts, made = view_of(cache), MappedParts(), []
 
     def empty(field: Field, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -153,8 +153,8 @@ def test_batches_come_in_order_and_are_made_when_asked_for(cache: CacheDir) -> N
     assert [np.asarray(each["number"]).tolist() for each in columns] == [[4], [], [20, 21, 22]]
 
 
-def test_batches_go_on_after_something_was_unmapped(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions found before the maps moved are not used again."""
+def test_batches_continue_after_a_file_was_unmapped(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions from before the maps moved are not used again."""
     view, parts = view_of(cache), MappedParts()
     batches = [np.array([n, 59 - n]) for n in range(12)]
     columns = parts.batches(view, batches, SMALL)
@@ -168,7 +168,7 @@ def test_batches_go_on_after_something_was_unmapped(cache: CacheDir, monkeypatch
     assert got == numbered(*(number for n in range(12) for number in (n, 59 - n)))
 
 
-def test_maps_stay_where_they_are_for_parts_of_the_next_view_and_go_with_those_that_leave(cache: CacheDir) -> None:
+def test_parts_of_the_next_view_keep_their_maps_and_other_maps_are_removed(cache: CacheDir) -> None:
     old, parts = view_of(cache), MappedParts()
     assert gathered(old, [0, 25, 45], parts) == numbered(0, 25, 45)
     before = maps(cache.root / "shards")
@@ -180,10 +180,10 @@ def test_maps_stay_where_they_are_for_parts_of_the_next_view_and_go_with_those_t
     after = maps(cache.root / "shards")
     assert {path for path in before if path not in after} == {path for path in before if old.parts[0].id in path}
     assert all(after[path] == place for path, place in before.items() if path in after)
-    assert len(after) == 3  # data of each part; their extents are small, and were copied
+    assert len(after) == 3  # data of each part; the small extents were copied
 
 
-def test_only_the_files_of_the_fields_asked_for_are_mapped(tmp_path: Path) -> None:
+def test_only_files_of_the_requested_fields_are_mapped(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(5), format="zarr")
         view, parts = view_of(cache), MappedParts()
@@ -193,7 +193,9 @@ def test_only_the_files_of_the_fields_asked_for_are_mapped(tmp_path: Path) -> No
         assert gathered(view, [1], parts) == numbered(1)
 
 
-def test_parts_that_find_no_room_are_read_one_by_one(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_do_not_fit_into_the_range_are_read_one_by_one(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(cache, range(60, 80), format="hdf5")
     view = view_of(cache)
     order = np.random.default_rng(0).permutation(80).tolist()
@@ -207,8 +209,8 @@ def test_parts_that_find_no_room_are_read_one_by_one(cache: CacheDir, monkeypatc
     assert gathered(view, order, MappedParts()) == numbered(*order)
 
 
-def test_a_range_that_is_spent_is_given_up_for_a_new_one(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after days of shards that came and went."""
+def test_a_used_up_range_is_replaced_by_a_new_one(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is used up after days in which shards were added and deleted."""
     made: list[Arena] = []
 
     def small(**_: Any) -> Arena:
@@ -263,11 +265,11 @@ def test_extents_of_another_number_of_samples_are_refused(tmp_path: Path) -> Non
     view = put_parts(tmp_path, "hdf5", [9, 8])
     view.parts[0].extents.write_bytes(view.parts[1].extents.read_bytes())
 
-    with pytest.raises(CorruptError, match=r"extents\.bin is of 8 samples, the shard has 9"):
+    with pytest.raises(CorruptError, match=r"extents\.bin has 8 samples, but the shard has 9"):
         gather(view, np.array([0]), MappedParts(), READ)
 
 
-def test_after_an_error_the_other_parts_still_read(cache: CacheDir) -> None:
+def test_after_an_error_the_other_parts_can_still_be_read(cache: CacheDir) -> None:
     view, parts = view_of(cache), MappedParts()
     gathered(view, [0], parts)
     extents = view.parts[1].extents
@@ -282,7 +284,7 @@ def test_after_an_error_the_other_parts_still_read(cache: CacheDir) -> None:
     assert gathered(view, [25], parts) == numbered(25)
 
 
-def test_a_forked_child_reads_on_and_a_copy_begins_anew(cache: CacheDir) -> None:
+def test_a_forked_child_continues_to_read_and_a_copy_starts_again(cache: CacheDir) -> None:
     view, parts = view_of(cache), MappedParts()
     gathered(view, list(range(60)), parts)
     context = multiprocessing.get_context("fork")
@@ -296,7 +298,7 @@ def test_a_forked_child_reads_on_and_a_copy_begins_anew(cache: CacheDir) -> None
     assert gathered(view, [8], pickle.loads(pickle.dumps(parts))) == numbered(8)
 
 
-def test_no_samples_are_no_columns_of_no_length(cache: CacheDir) -> None:
+def test_gathering_no_samples_returns_columns_of_length_0(cache: CacheDir) -> None:
     nothing = np.empty(0, dtype=np.int64)
     columns = gather(view_of(cache), nothing, MappedParts(), SMALL)
 
@@ -304,7 +306,7 @@ def test_no_samples_are_no_columns_of_no_length(cache: CacheDir) -> None:
     assert not any(map(len, gather(View(1, "", SMALL, ()), nothing, MappedParts(), SMALL).values()))
 
 
-def test_an_evicted_part_is_named_by_either_way(cache: CacheDir) -> None:
+def test_an_evicted_part_is_named_with_and_without_maps(cache: CacheDir) -> None:
     view = view_of(cache)
     cache.evict(cache.usage().total - 1)
     for parts in (MappedParts(), MappedParts(maps=False)):
@@ -315,8 +317,8 @@ def test_an_evicted_part_is_named_by_either_way(cache: CacheDir) -> None:
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any))
 @example([64] * 20 + [65] * 9)
 @example([1] + [10_000] * 3)
-def test_the_part_of_a_sample_is_the_one_that_a_search_finds(sizes: list[int]) -> None:
-    """Whether parts are looked up, or one is so small that they are searched for."""
+def test_the_looked_up_part_of_a_sample_equals_the_searched_one(sizes: list[int]) -> None:
+    """Both when parts are looked up in a table, and when one is so small that a search is used."""
     parts = MappedParts()
     parts._ends = np.cumsum(sizes, dtype=np.int64)
     parts._index()

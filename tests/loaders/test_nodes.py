@@ -1,4 +1,4 @@
-"""Two nodes of two ranks: the caches hold a share of the source each, and only the ranks of its node divide one."""
+"""Two nodes of two ranks: each cache holds a part of the source, and only the ranks of its node divide it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SAMPLES = 60
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What four processes read: two on a cache that has 30 samples, two on one that has 20, and soon 30."""
+    """Return the keys that four processes read: two on a cache with 30 samples, two on one with 20 and soon 30
+    samples.
+    """
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "source").mkdir()
     for number in range(SAMPLES):
@@ -53,7 +55,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def read(*ranks: list[list[str]]) -> list[str]:
-    """All keys that these ranks read in an epoch."""
+    """Return all keys that these ranks read in an epoch."""
     return [key for batches in ranks for batch in batches for key in batch]
 
 
@@ -71,22 +73,22 @@ def test_no_sample_is_read_twice_and_all_ranks_take_the_steps_of_the_smallest_ca
     assert set(read(*epochs[0][:2])) != set(read(*epochs[1][:2]))
 
 
-def test_an_epoch_behind_growth_and_one_that_is_resumed_have_all_samples(ranks: list[dict[str, Any]]) -> None:
+def test_an_epoch_after_growth_and_a_resumed_epoch_have_all_samples(ranks: list[dict[str, Any]]) -> None:
     for number in (2, 3):
         epoch = [rank["epochs"][number] for rank in ranks]
         assert sorted(read(*epoch)) == sorted(f"{number:03d}" for number in range(SAMPLES))
 
 
-def test_the_sampler_of_a_dataset_divides_and_agrees_as_well(ranks: list[dict[str, Any]]) -> None:
+def test_the_sampler_of_a_dataset_divides_samples_and_agrees_on_steps_too(ranks: list[dict[str, Any]]) -> None:
     epoch = [rank["sampler"] for rank in ranks]
     assert [len(read(batches)) for batches in epoch] == [10] * 4
     assert len(set(read(*epoch))) == 40
 
 
-def test_what_is_given_holds_and_what_nobody_knows_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_given_ranks_are_used_and_unknown_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert len(rank["refused"]) == 2
-        assert all("give their rank= and world_size=" in line for line in rank["refused"])
+        assert all("set their rank= and world_size=" in line for line in rank["refused"])
     assert len(set(read(*(rank["told"] for rank in ranks)))) == SAMPLES
 
 
@@ -97,12 +99,12 @@ def test_what_is_given_holds_and_what_nobody_knows_is_refused(ranks: list[dict[s
         ({"SLURM_LOCALID": "3", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NTASKS": "4"}, (3, 4)),
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, None),
         ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, None),
-        # Each task of Slurm has begun two processes by itself.
+        # Each Slurm task has started two processes itself.
         ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NTASKS": "2"}, None),
         ({}, None),
     ],
 )
-def test_the_launcher_says_which_processes_are_of_this_node(
+def test_the_launchers_environment_tells_the_ranks_of_this_node(
     environment: dict[str, str], node: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (

@@ -1,4 +1,4 @@
-"""The order of an epoch and the numbers on indices: pure laws."""
+"""The order of an epoch, and the version numbers in indices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def indices(samples: int, **more: object) -> list[int]:
 def test_ranks_divide_the_samples_among_them(
     samples: int, world_size: int, seed: int, epoch: int, shuffle: bool
 ) -> None:
-    """Without ``drop_last`` every sample exactly once; with it equal shares and fewer left out than there are ranks."""
+    """Without ``drop_last`` every sample exactly once; with it equal shares, and fewer samples left out than there are
+    ranks.
+    """
     common = {"shuffle": shuffle, "seed": seed, "epoch": epoch, "world_size": world_size}
     whole = [indices(samples, rank=rank, drop_last=False, **common) for rank in range(world_size)]
     equal = [indices(samples, rank=rank, drop_last=True, **common) for rank in range(world_size)]
@@ -47,7 +49,7 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     assert indices(5, shuffle=False, rank=1, world_size=2, drop_last=False) == [1, 3]
 
 
-def test_a_long_order_comes_in_blocks_that_fit_memory() -> None:
+def test_a_long_order_is_computed_in_blocks_that_fit_memory() -> None:
     blocks = order(200_000, seed=3)
     first = next(blocks)
 
@@ -56,14 +58,14 @@ def test_a_long_order_comes_in_blocks_that_fit_memory() -> None:
 
 
 @given(version=st.integers(1, 2**40), index=st.integers(0, 2**40 - 1))
-def test_an_encoded_index_gives_back_its_version_and_is_never_a_plain_one(version: int, index: int) -> None:
+def test_an_encoded_index_contains_its_version_and_never_equals_a_plain_index(version: int, index: int) -> None:
     assert decode(encode(version, index)) == (version, index)
     assert encode(version, index) >= 2**40
     assert decode(index) == (0, index)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
-def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None:
+def test_a_rank_outside_the_world_size_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="ranks are 0 to world_size - 1"):
         share(10, rank=rank, world_size=world_size)
 
@@ -76,11 +78,12 @@ def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None
     taken=st.integers(0, 20),
     again=st.tuples(st.integers(1, 50), st.integers(1, 5)),
 )
-def test_steps_share_an_epoch_out_evenly_and_go_on_in_another_world(
+def test_steps_divide_an_epoch_evenly_and_resume_with_another_world_size(
     samples: int, batch_size: int, world_size: int, drop_last: bool, taken: int, again: tuple[int, int]
 ) -> None:
-    """All ranks take the same number of steps; sizes differ by at most one; a broken-off epoch is completed by any
-    number of ranks, each position read once."""
+    """All ranks take the same number of steps, and batch sizes differ by at most one. Any number of ranks completes an
+    interrupted epoch, and each position is read once.
+    """
 
     def read(start: int, size: int, world: int, steps: int | None = None) -> list[range]:
         found = []
@@ -117,13 +120,15 @@ def test_steps_share_an_epoch_out_evenly_and_go_on_in_another_world(
     shuffle=st.sampled_from(["full", "window", "no"]),
     nbytes=st.integers(0, 2**18),
 )
-def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shuffle: Shuffle, nbytes: int) -> None:
+def test_an_order_contains_every_sample_once(
+    samples: int, seed: int, epoch: int, shuffle: Shuffle, nbytes: int
+) -> None:
     order = EpochOrder(samples, shuffle=shuffle, seed=seed, epoch=epoch, nbytes=nbytes)
     positions = np.arange(samples, dtype=np.int64)
     found = order[positions]
 
     assert np.array_equal(np.sort(found), positions)
-    assert np.array_equal(order[positions[::-3]], found[::-3])  # any positions, in any cut
+    assert np.array_equal(order[positions[::-3]], found[::-3])  # any positions, in any slice
 
 
 @given(
@@ -133,7 +138,7 @@ def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shu
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 @example(samples=20_000, epoch=3, nbytes=2**14, cut=(0.3, 0.9))
-def test_runs_are_what_the_samples_of_a_window_are_among(
+def test_the_runs_of_a_window_contain_its_samples(
     samples: int, epoch: int, nbytes: int, cut: tuple[float, float]
 ) -> None:
     order = EpochOrder(samples, shuffle="window", epoch=epoch, nbytes=nbytes)
@@ -151,12 +156,12 @@ def test_runs_are_what_the_samples_of_a_window_are_among(
             inside[row[0] : row[-1] + 1] = True
             assert row == sorted(row)
         assert inside[order[np.arange(position, position + count)]].all()
-        assert inside.sum() <= order.window + 2 * 2**18 // nbytes + 2  # and little else
+        assert inside.sum() <= order.window + 2 * 2**18 // nbytes + 2  # and few other samples
         position += count
 
 
 def test_a_window_reads_neighbours_together_and_mixes_them() -> None:
-    """64 neighbours of 4 KiB stay within one window, in which no two of them follow one another but by chance."""
+    """64 neighbours of 4 KiB stay within one window, and inside the window two of them are adjacent only by chance."""
     found = EpochOrder(100_000, shuffle="window", seed=1, nbytes=4096)[np.arange(100_000)]
     windows = [set((found[at : at + 64 * 256] // 64).tolist()) for at in range(0, 100_000, 64 * 256)]
 

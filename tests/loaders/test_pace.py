@@ -1,4 +1,4 @@
-"""What a loader tells of each epoch: its batches, and how often and how long training waited."""
+"""The record of each epoch: its batches, and the number and time of the training's waits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cachetool.loaders.numpy import Loader
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Twenty samples."""
+    """Create a cache of twenty samples."""
     with open_cache(tmp_path / "cache", max_size="8MB") as cache:
         fill(cache, "lmdb", Block(Schema((Field("y", "<i8"),)), {"y": np.arange(20)}), 2)
     return tmp_path / "cache"
 
 
 def epochs(cache: CacheDir, count: int) -> list[dict]:
-    """The epochs that are written down, once there are so many: that is done a moment after each ended."""
+    """Return the recorded epochs when there are ``count`` of them: each is written a moment after its end."""
     deadline = time.monotonic() + 60
     while len(found := history_of(cache.layout).epochs) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -38,8 +38,8 @@ def slow(sample: dict) -> dict:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_are_told_with_their_batches_and_waits(root: Path, workers: int) -> None:
-    """Batches that take 0.2 s to make are waited for; there is no time limit in this, only an order of sizes."""
+def test_epochs_are_recorded_with_their_batches_and_waits(root: Path, workers: int) -> None:
+    """Batches that take 0.2 s to build cause waits. The test compares orders of magnitude, not times."""
     with (
         open_cache(root) as cache,
         Loader(cache, batch_size=4, workers=workers, transform=slow, run="job") as loader,
@@ -58,7 +58,7 @@ def test_epochs_are_told_with_their_batches_and_waits(root: Path, workers: int) 
         assert row["dataset"] == "default"
 
 
-def test_an_epoch_that_is_broken_off_is_not_told(root: Path) -> None:
+def test_an_interrupted_epoch_is_not_recorded(root: Path) -> None:
     with open_cache(root) as cache, Loader(cache, batch_size=4, workers=0) as loader:
         next(iter(loader))
         for _ in loader:

@@ -1,4 +1,4 @@
-"""What is read before it is asked for."""
+"""Reading ahead: samples are read from the disk before they are requested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def dropped(path: Path) -> Arena:
-    """A map of a file whose pages were dropped."""
+    """Map a file whose pages were dropped."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -44,14 +44,14 @@ def dropped(path: Path) -> Arena:
 
 
 def asleep(arena: Arena, start: int, size: int) -> bool:
-    """Whether no page of a run is in memory; the first file of an arena begins at its first huge page."""
+    """Return True if no page of a run is in memory. The first file of an arena begins at its first huge page."""
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
     return bool(arena.asleep(pages).all())
 
 
 def awake(arena: Arena, start: int, size: int) -> bool:
-    """Whether every page of a run is in memory, soon."""
+    """Return True if every page of a run is in memory soon."""
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
     end = time.monotonic() + 20
@@ -62,7 +62,7 @@ def awake(arena: Arena, start: int, size: int) -> bool:
     return True
 
 
-def test_runs_that_will_be_needed_are_read_and_nothing_else(tmp_path: Path) -> None:
+def test_only_runs_that_will_be_needed_are_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(8 * MIB))
     arena = dropped(path)
@@ -77,7 +77,7 @@ def test_runs_that_will_be_needed_are_read_and_nothing_else(tmp_path: Path) -> N
 
 
 class Notes:
-    """An arena that only takes notes."""
+    """An arena that only records the requests."""
 
     def __init__(self, awake: bool = False) -> None:
         self.awake, self.needed, self.looked = awake, [], 0  # type: ignore[var-annotated]
@@ -99,7 +99,7 @@ def reader(notes: Notes) -> Readahead:
     )  # type: ignore[arg-type]
 
 
-def test_batches_are_read_in_their_order_at_most_so_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_read_ahead_in_order_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readahead, "BYTES", 10 * 1032)
     notes = Notes()
     ahead = reader(notes)
@@ -118,7 +118,7 @@ def test_batches_are_read_in_their_order_at_most_so_far_ahead(monkeypatch: pytes
     assert most <= 10 + 4
 
 
-def test_nothing_is_asked_for_what_is_in_memory() -> None:
+def test_runs_that_are_in_memory_are_not_requested() -> None:
     notes = Notes(awake=True)
     ahead = reader(notes)
     ahead.expect([np.arange(1000)] * 50)
@@ -133,7 +133,7 @@ def windows(notes: Notes, them: Any, *reached: int) -> Windows:
     return Windows(notes, SCHEMA, locate, them, np.array(reached))  # type: ignore[arg-type]
 
 
-def test_windows_are_asked_for_in_their_order_so_far_ahead() -> None:
+def test_windows_are_requested_in_order_up_to_a_limit() -> None:
     notes = Notes()
     them = [(10, np.arange(20 * at, 20 * at + 20).reshape(4, 5)) for at in range(12)]
     reached = (25, 25, 31, 60, 60, 115, 120)
@@ -144,7 +144,7 @@ def test_windows_are_asked_for_in_their_order_so_far_ahead() -> None:
     assert [start // 1024 for group in notes.needed for start, _ in group] == list(range(240))
 
 
-def test_of_a_window_only_runs_that_are_not_in_memory_are_asked_for() -> None:
+def test_only_runs_of_a_window_that_are_not_in_memory_are_requested() -> None:
     notes = Notes()
     notes.asleep = lambda positions: positions // 1024 == 6  # type: ignore[method-assign]
     windows(notes, [(10, np.arange(20).reshape(4, 5))], 5).gathering(1)
@@ -170,10 +170,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_feeders_together_ask_for_windows_once_and_in_time(
+def test_feeders_together_request_each_window_once_and_in_time(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
 ) -> None:
-    """Windows of 16 runs of 4 samples, of 2 KiB each; feeders that gather in turns."""
+    """Windows of 16 runs of 4 samples of 2 KiB each; the feeders gather in turns."""
     monkeypatch.setattr(order, "RUN_BYTES", 2**13)
     monkeypatch.setattr(order, "_WINDOW_RUNS", case.get("runs", 16))
     asked: list[int] = []
@@ -213,7 +213,7 @@ def test_feeders_together_ask_for_windows_once_and_in_time(
                 reached + world * (2 * 64 + feeders * 20) + world * sum(map(len, rounds)) + 64 + 4 * (samples // 64 + 2)
             )
             assert len(asked) <= most - (position + case.get("done", 0) * feeders * 8) // 64 * 64
-        # A run that reaches into two windows is asked for with both, a shorter one repeats its last sample.
+        # A run that reaches into two windows is requested with both. A shorter run repeats its last sample.
         assert len(asked) <= len(set(asked)) + 4 * (samples // 64 + 2)
         everything += [int(at) for at in asked]
         for each in parts:
@@ -223,10 +223,12 @@ def test_feeders_together_ask_for_windows_once_and_in_time(
 
 
 @pytest.mark.parametrize("done", [(9, 8), (8, 9), (15, 14), (16, 15)])
-def test_workers_that_go_on_from_different_steps_share_windows_all_the_same(
+def test_workers_that_resume_from_different_steps_still_share_windows(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, done: tuple[int, int]
 ) -> None:
-    """Worker processes of a dataset know their own step each; a window of 64 samples ends after four steps of each."""
+    """Each worker process of a dataset knows only its own step. A window of 64 samples ends after four steps of
+    each.
+    """
     monkeypatch.setattr(order, "RUN_BYTES", 2**13)
     monkeypatch.setattr(order, "_WINDOW_RUNS", 16)
     asked: list[float] = []
@@ -246,16 +248,16 @@ def test_workers_that_go_on_from_different_steps_share_windows_all_the_same(
                 parts._ahead.gathering(len(indices))
                 needed += parts.locate(view, indices, schema)[0][1]["x"].starts.tolist()
         parts.close()
-    # Of the window in which one of them is alone, its own half.
+    # In the window that only one of the workers reads, half is its own.
     assert len(set(needed) - set(asked)) <= 64 // 2
     assert len(asked) <= len(set(asked)) + 4 * (2048 // 64 + 2)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.005])
-def test_all_samples_of_a_side_of_a_split_are_asked_for(
+def test_all_samples_of_one_side_of_a_split_are_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Of a run of many samples some say where it lies; of a small side, other samples lie between them."""
+    """Some samples of a long run tell where it lies. Between the samples of a small side lie other samples."""
     wanted: list[tuple[int, int]] = []
 
     def will_need(self: Arena, starts: np.ndarray, sizes: np.ndarray, near: int) -> None:
@@ -290,11 +292,11 @@ def test_all_samples_of_a_side_of_a_split_are_asked_for(
     assert (at >= 0).all()
     assert (np.array(needed) + 512 <= np.maximum.accumulate(ends)[at]).all()
     read = sum(end - start for start, end in wanted)
-    if share < 0.1:  # what lies between is left to others
+    if share < 0.1:  # the samples in between are left to the other readers
         assert read < 512 * view.samples // 4
 
 
-def test_what_other_places_are_told_is_forgotten_with_the_next_plan(cache: CacheDir) -> None:
+def test_announced_samples_are_forgotten_with_the_next_plan(cache: CacheDir) -> None:
     schema = Schema((Field("x", "<f4", (512,)),))
     put(cache, range(64), schema=schema, dataset="small", format="hdf5")
     view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
@@ -309,7 +311,7 @@ def test_what_other_places_are_told_is_forgotten_with_the_next_plan(cache: Cache
     parts.close()
 
 
-def test_what_is_gathered_last_is_on_its_way_when_the_first_batch_is_there(tmp_path: Path, cache: CacheDir) -> None:
+def test_the_last_batch_is_being_read_when_the_first_one_is_delivered(tmp_path: Path, cache: CacheDir) -> None:
     schema = Schema((Field("x", "<f4", (MIB // 4,)), Field("number", "<i8")))
     put(cache, range(12), schema=schema, dataset="large", format="hdf5")
     shard = cache.shards("large")[0]

@@ -1,4 +1,6 @@
-"""Loaders over a full cache that nobody read yet, beside a pull that wants room: the newest shards may come later."""
+"""Loaders over a full, unread cache, beside a pull that waits for space: the newest shards may be left for a later
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def numbers(batches: Iterable[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_first_epoch_leaves_some_for_the_second(workers: int, full: CacheDir) -> None:
+def test_the_first_epoch_leaves_some_samples_for_the_second(workers: int, full: CacheDir) -> None:
     with Loader(full, batch_size=2, fields=["number"], workers=workers) as loader:
         first, second = numbers(loader), numbers(loader)
 
@@ -50,13 +52,15 @@ def test_the_first_epoch_leaves_some_for_the_second(workers: int, full: CacheDir
     assert sorted({*first, *second}) == list(range(COUNT))
 
 
-def test_who_wants_as_many_as_there_are_gets_them_at_once(full: CacheDir) -> None:
+def test_min_samples_of_the_whole_cache_gets_all_samples_at_once(full: CacheDir) -> None:
     with Loader(full, batch_size=2, fields=["number"], workers=0, min_samples=COUNT, wait=5) as loader:
         assert numbers(loader) == list(range(COUNT))
 
 
 def left_in_the_middle(full: CacheDir) -> tuple[list[int], dict[str, Any]]:
-    """What two batches of an epoch beside a pull that wants nothing had, and the state behind them."""
+    """Return the samples of two batches of an epoch, beside a pull that does not wait for space, and the state after
+    them.
+    """
     with full.catalog.write() as connection:
         connection.execute("UPDATE jobs SET bytes_wanted = 0")
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
@@ -65,21 +69,21 @@ def left_in_the_middle(full: CacheDir) -> tuple[list[int], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("looked", [False, True])
-def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: bool, full: CacheDir) -> None:
+def test_a_resumed_epoch_releases_none_of_its_remaining_samples(looked: bool, full: CacheDir) -> None:
     before, state = left_in_the_middle(full)
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
         loader.load_state_dict(state)
         if looked:
             assert len(loader) == COUNT // 2
-        with full.catalog.write() as connection:  # the pull begins to want room
+        with full.catalog.write() as connection:  # the pull begins to wait for space
             connection.execute("UPDATE jobs SET bytes_wanted = ?", (full.max_size,))
         assert sorted(before + numbers(loader)) == list(range(COUNT))
-        assert len(numbers(loader)) < COUNT  # the one behind it makes room again
+        assert len(numbers(loader)) < COUNT  # the next epoch frees space again
 
 
-def test_an_epoch_is_resumed_from_all_that_is_there(full: CacheDir) -> None:
+def test_an_epoch_is_resumed_from_all_shards_of_the_cache(full: CacheDir) -> None:
     before, state = left_in_the_middle(full)
-    with full.catalog.write() as connection:  # as after a repair, which knows nothing of what was read
+    with full.catalog.write() as connection:  # as after a repair, which does not know which shards were read
         connection.execute("UPDATE cache SET seen = 0")
         connection.execute("UPDATE jobs SET bytes_wanted = ?", (full.max_size,))
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:

@@ -1,4 +1,4 @@
-"""Where training stands: states at the edges of epochs, and what a loader does after it was interrupted."""
+"""The position of the training: states at the edges of epochs, and loaders after an interrupt."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ EACH = [0, 2]
 
 
 def numbers(batches: Any) -> list[int]:
-    """The numbers of the samples of these batches, in order."""
+    """Return the numbers of the samples of these batches, in order."""
     return [int(number) for batch in batches for number in batch["number"]]
 
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[CacheDir]:
-    """A cache of three shards of 20 samples with keys, which tell the sides of a split."""
+    """Create a cache of three shards of 20 samples with keys, which decide the sides of a split."""
     with open_cache(tmp_path / "keyed", max_size="20MB") as opened:
         for start in (0, 20, 40):
             put(opened, range(start, start + 20), schema=KEYED)
@@ -46,7 +46,7 @@ def opened(cache: CacheDir, **options: Any) -> Loader:
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_state_after_break_goes_on_behind_the_batches_that_were_delivered(workers: int, cache: CacheDir) -> None:
+def test_a_state_after_break_resumes_after_the_delivered_batches(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         first: list[int] = []
         for batch in loader:
@@ -70,26 +70,26 @@ def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: 
         state = json.loads(json.dumps(loader.state_dict()))
         del batches
     for other, says in (
-        ({"shuffle": False}, "made with shuffle='full', this loader has False; make it with shuffle='full'"),
-        ({"split": "validation"}, "made with split='train', this loader has 'validation'"),
-        ({"split": None, "validation": None}, "made with split='train', this loader has None"),
-        ({"validation": 0.2}, r"made with validation=0\.3, this loader has 0\.2"),
+        ({"shuffle": False}, "saved with shuffle='full', but this loader has False; create it with shuffle='full'"),
+        ({"split": "validation"}, "saved with split='train', but this loader has 'validation'"),
+        ({"split": None, "validation": None}, "saved with split='train', but this loader has None"),
+        ({"validation": 0.2}, r"saved with validation=0\.3, but this loader has 0\.2"),
     ):
         with opened(keyed, workers=1, **{"split": "train", "validation": 0.3, **other}) as loader:
             with pytest.raises(UsageError, match=says):
                 loader.load_state_dict(state)
-            loader.load_state_dict(start)  # a whole epoch may be another one
+            loader.load_state_dict(start)  # another order is allowed for a whole epoch
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_side_on_which_no_sample_is_says_what_decides_that(workers: int, keyed: CacheDir) -> None:
+def test_a_side_without_samples_is_an_error_that_names_the_validation_share(workers: int, keyed: CacheDir) -> None:
     loader = opened(keyed, workers=workers, split="validation", validation=1e-9, wait=0.1)
-    with loader, pytest.raises(UsageError, match=r"0 of 1 samples for validation in .*, or set validation=$"):
+    with loader, pytest.raises(UsageError, match=r"0 of 1 samples of split='validation' in .*, or change validation=$"):
         iter(loader)
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_state_of_another_cache_is_told_from_one_whose_shards_went(
+def test_a_state_of_another_cache_is_distinguished_from_one_with_evicted_shards(
     workers: int, cache: CacheDir, keyed: CacheDir
 ) -> None:
     with opened(cache, workers=0) as loader:
@@ -98,46 +98,49 @@ def test_a_state_of_another_cache_is_told_from_one_whose_shards_went(
         state = loader.state_dict()
     with opened(keyed, workers=workers) as loader:
         loader.load_state_dict(state)
-        says = f"none of the 3 shards of the epoch to resume is in {keyed.root}: the state is of another cache"
+        says = f"none of the 3 shards of the epoch to resume is in {keyed.root}: the state belongs to another cache"
         with pytest.raises(UsageError, match=says):
             iter(loader)
 
 
 @pytest.mark.parametrize("each", ["sample", "batch"])
 @pytest.mark.parametrize("workers", EACH)
-def test_a_transform_that_fails_says_for_which_sample(workers: int, each: str, keyed: CacheDir) -> None:
+def test_a_failing_transform_is_reported_with_its_sample(workers: int, each: str, keyed: CacheDir) -> None:
     def fails(given: dict[str, Any]) -> dict[str, Any]:
         if 30 in np.atleast_1d(given["number"]):
             raise ValueError("no")
         return given
 
     options: dict[str, Any] = {"workers": workers, "fields": None, "transform": fails, "transform_each": each}
-    which = r"sample 'scan30'" if each == "sample" else r"batch from sample 'scan28' on"
+    which = r"sample 'scan30'" if each == "sample" else r"batch that begins with sample 'scan28'"
     loader = opened(keyed, shuffle=False, **options)
     with loader, pytest.raises(UsageError, match=rf"transform= raised ValueError: no \({which}\)$"):
         numbers(loader)
     loader = opened(keyed, shuffle=False, **{**options, "transform": lambda given: {}})
     first = which.replace("30", "0").replace("28", "0")
-    with loader, pytest.raises(UsageError, match=rf"must give a dict of fields, it gave an empty one \({first}\)$"):
+    with (
+        loader,
+        pytest.raises(UsageError, match=rf"must return a dict of fields, but it returned an empty dict \({first}\)$"),
+    ):
         next(iter(loader))
 
 
 WRONG: list[tuple[Any, str]] = [
-    (None, "not a state of this version's loaders"),
-    ([], "not a state of this version's loaders"),
-    ({"state": 0}, "not a state of this version's loaders"),
-    ({"state": 1}, "its 'epoch' is None"),
-    ({"epoch": "x"}, "its 'epoch' is 'x'"),
-    ({"epoch": -3}, "its 'epoch' is -3"),
-    ({"taken": -1}, "its 'taken' is -1"),
-    ({"order": 5}, "its 'order' is 5"),
-    ({"seed": None}, "made with seed=None"),
-    *(({"resume": value}, "its 'resume' is") for value in (5, [], {"x": 1}, [1, 2])),
+    (None, "not a state of loaders of this version"),
+    ([], "not a state of loaders of this version"),
+    ({"state": 0}, "not a state of loaders of this version"),
+    ({"state": 1}, "'epoch' is None"),
+    ({"epoch": "x"}, "'epoch' is 'x'"),
+    ({"epoch": -3}, "'epoch' is -3"),
+    ({"taken": -1}, "'taken' is -1"),
+    ({"order": 5}, "'order' is 5"),
+    ({"seed": None}, "saved with seed=None"),
+    *(({"resume": value}, "'resume' is") for value in (5, [], {"x": 1}, [1, 2])),
 ]
 
 
 @pytest.mark.parametrize(("change", "says"), WRONG, ids=[str(change) for change, _ in WRONG])
-def test_what_is_no_state_is_refused_and_nothing_is_changed(change: Any, says: str, cache: CacheDir) -> None:
+def test_an_invalid_state_is_refused_without_changes(change: Any, says: str, cache: CacheDir) -> None:
     with opened(cache, workers=0) as loader:
         whole = numbers(loader)
         following = numbers(loader)
@@ -157,18 +160,20 @@ MIDDLES = [{"position": 61}, {"position": -1}, {"samples": "60"}, {"more": 1}]
 
 
 @pytest.mark.parametrize("change", [*MIDDLES, *({"parts": parts} for parts in PARTS)], ids=str)
-def test_a_state_whose_middle_is_wrong_is_refused(change: dict[str, Any], cache: CacheDir) -> None:
+def test_a_state_with_an_invalid_position_is_refused(change: dict[str, Any], cache: CacheDir) -> None:
     with opened(cache, workers=0) as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
         loader.load_state_dict(state)
-        with pytest.raises(UsageError, match=r"its 'resume' is .*; load what state_dict\(\) gave"):
+        with pytest.raises(UsageError, match=r"'resume' is .*; load the result of state_dict\(\)"):
             loader.load_state_dict({**state, "resume": {**state["resume"], **change}})
 
 
-@pytest.mark.parametrize(("missing", "says"), [("error", "evicted since"), ("skip", "nobody knows which")])
-def test_a_side_of_a_split_without_its_shards_says_how_to_begin_anew(keyed: CacheDir, missing: str, says: str) -> None:
+@pytest.mark.parametrize(("missing", "says"), [("error", "evicted after"), ("skip", "without evicted shards")])
+def test_a_split_state_with_evicted_shards_is_refused_with_the_way_to_start_again(
+    keyed: CacheDir, missing: str, says: str
+) -> None:
     options: dict[str, Any] = {"workers": 1, "split": "train", "missing": missing}
     with opened(keyed, **options) as loader:
         batches = iter(loader)
@@ -186,27 +191,27 @@ def test_a_side_of_a_split_without_its_shards_says_how_to_begin_anew(keyed: Cach
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_loop_that_is_left_each_time_sees_other_samples_each_time(workers: int, cache: CacheDir) -> None:
+def test_a_loop_that_is_left_every_epoch_sees_different_samples(workers: int, cache: CacheDir) -> None:
     found: list[tuple[int, list[int]]] = []
     with opened(cache, workers=workers) as loader:
         for _ in range(4):
             for batch in loader:
                 found.append((loader.epoch, batch["number"].tolist()))
                 break
-        for _ in range(2):  # nothing was delivered: it was not begun
+        for _ in range(2):  # no batch was delivered, so the epoch did not begin
             iter(loader)
         whole = numbers(loader)
         assert loader.epoch == 5
     assert [epoch for epoch, _ in found] == [0, 1, 2, 3]
     assert len({tuple(batch) for _, batch in found}) == 4
-    with opened(cache, workers=workers) as loader:  # the same as whoever left none of them
+    with opened(cache, workers=workers) as loader:  # the same as after epochs that were not left
         orders = [numbers(loader) for _ in range(5)]
     assert [batch for _, batch in found] == [order[:4] for order in orders[:4]]
     assert whole == orders[4]
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_an_epoch_that_was_chosen_begins_in_any_case(workers: int, cache: CacheDir) -> None:
+def test_a_chosen_epoch_always_begins_at_its_start(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         firsts = []
         for number in (0, 0, 3, 3):
@@ -218,12 +223,12 @@ def test_an_epoch_that_was_chosen_begins_in_any_case(workers: int, cache: CacheD
         state = loader.state_dict()
     with opened(cache, workers=workers) as loader:
         loader.load_state_dict(state)
-        loader.epoch = 3  # as the number of a loop over epochs
+        loader.epoch = 3  # like the variable of a loop over epochs
         assert sorted(firsts[3] + numbers(loader)) == list(range(60))
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_an_epoch_that_failed_begins_again(workers: int, cache: CacheDir, tmp_path: Path) -> None:
+def test_a_failed_epoch_begins_again(workers: int, cache: CacheDir, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.touch()
 
@@ -241,7 +246,7 @@ def test_an_epoch_that_failed_begins_again(workers: int, cache: CacheDir, tmp_pa
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_resumed_epoch_of_which_no_batch_is_left_is_over(workers: int, cache: CacheDir) -> None:
+def test_a_resumed_epoch_without_remaining_batches_is_over(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         batches = iter(loader)
         for _ in range(13):
@@ -257,7 +262,7 @@ def test_a_resumed_epoch_of_which_no_batch_is_left_is_over(workers: int, cache: 
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_batches_before_a_resume_count_among_the_steps(workers: int, cache: CacheDir) -> None:
+def test_batches_before_a_resume_count_as_steps(workers: int, cache: CacheDir) -> None:
     def taken(loader: Loader, count: int) -> dict[str, Any]:
         batches = iter(loader)
         for _ in range(count):
@@ -297,12 +302,12 @@ def test_the_length_of_an_epoch_to_resume_is_that_of_the_whole_epoch(workers: in
             next(batches)
             assert len(loader) == 15  # also while the last batch is in use
         assert next(batches, None) is None
-        assert len(loader) == 15  # of the next one, though the iterator is still there
+        assert len(loader) == 15  # of the next epoch, though the iterator still exists
         assert len(list(loader)) == 15
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_an_epoch_to_resume_is_as_long_as_its_loader_said_whatever_was_evicted(workers: int, cache: CacheDir) -> None:
+def test_a_resumed_epoch_has_its_announced_length_despite_evictions(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         batches = iter(loader)
         before = numbers(next(batches) for _ in range(4))
@@ -312,7 +317,7 @@ def test_an_epoch_to_resume_is_as_long_as_its_loader_said_whatever_was_evicted(w
     left = {number for batch in opened(cache, workers=0) for number in batch["number"].tolist()}
     assert len(left) == 40
 
-    # Fewer than `min_samples` are no reason to wait for what is to be resumed.
+    # Fewer samples than `min_samples` are no reason to wait before an epoch is resumed.
     with opened(cache, workers=workers, missing="skip", min_samples=50, wait=0.2) as loader:
         loader.load_state_dict(state)
         said = len(loader)
@@ -322,7 +327,7 @@ def test_an_epoch_to_resume_is_as_long_as_its_loader_said_whatever_was_evicted(w
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_the_next_epoch_is_as_long_as_its_loader_said(workers: int, cache: CacheDir) -> None:
+def test_the_next_epoch_has_its_announced_length(workers: int, cache: CacheDir) -> None:
     usage, sizes = cache.usage(), [shard.bytes for shard in cache.shards()]
     root, empty = cache.root, usage.overhead + usage.listings
     cache.close()
@@ -345,8 +350,8 @@ def test_the_next_epoch_is_as_long_as_its_loader_said(workers: int, cache: Cache
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one(workers: int, cache: CacheDir) -> None:
-    """Which has what came meanwhile; the state is still that of the one that was left."""
+def test_after_a_left_epoch_the_length_is_that_of_the_next_epoch(workers: int, cache: CacheDir) -> None:
+    """The next epoch has the samples that arrived meanwhile. The state is still that of the left epoch."""
     with opened(cache, workers=workers) as loader:
         batches = iter(loader)
         before = numbers(next(batches) for _ in range(4))
@@ -355,7 +360,7 @@ def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one(workers
         assert len(loader) == 25
         state = json.loads(json.dumps(loader.state_dict()))
         assert len(list(loader)) == 25
-        loader.epoch = np.int64(1)  # the same once more
+        loader.epoch = np.int64(1)  # the same value again
         assert len(loader) == 25
         assert len(list(loader)) == 25
     with opened(cache, workers=workers) as loader:
@@ -364,7 +369,7 @@ def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one(workers
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_another_epoch_than_the_one_that_was_left_begins_at_its_beginning(workers: int, cache: CacheDir) -> None:
+def test_an_epoch_other_than_the_left_one_begins_at_its_start(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         for _ in loader:
             break
@@ -379,15 +384,15 @@ def test_another_epoch_than_the_one_that_was_left_begins_at_its_beginning(worker
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_threads_that_take_each_others_batches_are_told(workers: int, cache: CacheDir) -> None:
+def test_threads_that_take_each_others_batches_get_an_error(workers: int, cache: CacheDir) -> None:
     with opened(cache, workers=workers) as loader:
         batches: Any = iter(loader)
         feed = batches.progress.feed
-        with pytest.raises(UsageError, match="belongs to one thread at a time"):
+        with pytest.raises(UsageError, match="one thread at a time"):
             feed.take(batches.progress.begun.generation, 2, 32)  # another thread took two, and then this one the first
 
 
-def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(
+def test_the_last_batch_is_delivered_although_the_feeders_died_after_building_it(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(cache, workers=1) as loader:
@@ -408,7 +413,7 @@ def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_state_that_is_not_known_any_more_is_an_error_that_says_so(workers: int, cache: CacheDir) -> None:
+def test_a_state_that_is_no_longer_known_is_an_error(workers: int, cache: CacheDir) -> None:
     loader = opened(cache, workers=workers)
     batches = iter(loader)
     next(batches)
@@ -421,7 +426,7 @@ def test_a_state_that_is_not_known_any_more_is_an_error_that_says_so(workers: in
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_a_transform_that_leaves_the_process_is_an_error(workers: int, cache: CacheDir) -> None:
+def test_a_transform_that_exits_the_process_is_an_error(workers: int, cache: CacheDir) -> None:
     def leave(sample: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(3)
 
@@ -430,7 +435,7 @@ def test_a_transform_that_leaves_the_process_is_an_error(workers: int, cache: Ca
         next(iter(loader))
 
 
-def test_a_batch_that_cannot_be_made_here_is_an_error_and_the_epoch_begins_again(
+def test_a_failing_batch_without_workers_is_an_error_and_the_epoch_begins_again(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -444,8 +449,8 @@ def test_a_batch_that_cannot_be_made_here_is_an_error_and_the_epoch_begins_again
         assert sorted(numbers(loader)) == list(range(60))
 
 
-def test_values_that_come_in_several_reads_are_whole(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads 2 GiB at a time at most."""
+def test_values_read_by_several_system_calls_are_complete(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads at most 2 GiB per call."""
     with opened(cache, workers=0, fields=None) as loader:
         whole = [batch["x"].tobytes() for batch in loader]
     preadv = unmapped.os.preadv
@@ -454,7 +459,7 @@ def test_values_that_come_in_several_reads_are_whole(cache: CacheDir, monkeypatc
         assert [batch["x"].tobytes() for batch in loader] == whole
 
 
-def test_an_interrupt_while_batches_are_counted_loses_none_of_the_epochs_after_it(cache: CacheDir) -> None:
+def test_an_interrupt_while_batches_are_counted_does_not_affect_later_epochs(cache: CacheDir) -> None:
     with opened(cache, workers=1, prefetch=2, epochs=1) as loader:
         batches = iter(loader)
         numbers([next(batches)])
@@ -463,7 +468,7 @@ def test_an_interrupt_while_batches_are_counted_loses_none_of_the_epochs_after_i
 
         def interrupted(semaphore: Any) -> int:
             if trywait(semaphore) == 0 and semaphore is ring._head.filled:
-                raise KeyboardInterrupt  # as a signal after the batch was taken out, before it was counted
+                raise KeyboardInterrupt  # as a signal after the batch was taken and before it was counted
             return 1
 
         feeders = children()
@@ -482,7 +487,7 @@ def _waits(semaphore: ctypes.c_void_p) -> bool:
     return value.value > 0
 
 
-def test_slots_beyond_the_addresses_that_are_reserved_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_beyond_the_reserved_address_range_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_memory, "_RESERVED", 2**24)
     ring = Ring()
     writer = RingWriter(ring.fd)
@@ -490,7 +495,7 @@ def test_slots_beyond_the_addresses_that_are_reserved_are_an_error(monkeypatch: 
     for _ in range(3):
         assert len(writer.memory(writer.acquire(), 2**22)) == 2**22
     last = writer.acquire()
-    with pytest.raises(UsageError, match=r"than the \d+ MiB of addresses"):
+    with pytest.raises(UsageError, match=r"than the \d+ MiB of address space"):
         writer.memory(last, 2**22)
     ring.close()
 
@@ -501,16 +506,18 @@ def test_the_state_of_an_epoch_that_another_one_replaced_is_refused(cache: Cache
         next(batches)
         feed = loader._feed
         assert feed is not None
-        feed.begin(0)  # as an iter() that was interrupted before it could say so
-        with pytest.raises(UsageError, match="is over: another one was begun"):
+        feed.begin(0)  # as an iter() that was interrupted before it returned
+        with pytest.raises(UsageError, match="another epoch began"):
             loader.state_dict()
 
 
 @pytest.mark.parametrize("workers", EACH)
-def test_the_state_of_some_batches_ago_gives_those_batches_again(workers: int, cache: CacheDir) -> None:
-    """A trainer that reads ahead saves where it trains, also when the loader is at the end of its epoch."""
+def test_an_earlier_state_delivers_the_later_batches_again(workers: int, cache: CacheDir) -> None:
+    """A trainer that reads ahead saves the position of its training, also when the loader is at the end of its
+    epoch.
+    """
     with opened(cache, workers=workers) as loader:
-        batches = list(loader)  # 15: the epoch is over, and its plan still known
+        batches = list(loader)  # 15: the epoch has ended, and its plan is still known
         states = {behind: json.loads(json.dumps(loader.state_behind(behind))) for behind in (0, 1, 3, 15)}
         with pytest.raises(UsageError, match="has not delivered 16 batches"):
             loader.state_behind(16)

@@ -1,4 +1,4 @@
-"""The memory of a ring: where slots lie, and in what pages."""
+"""The memory of a ring: the addresses of its slots, and their page sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cachetool.proc.parent import boot
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Ring, RingWriter]]:
-    """Both ends of a ring, in one process."""
+    """Return both ends of a ring in one process."""
     ring = Ring()
     writer = RingWriter(ring.fd)
     writer.permit(4)
@@ -27,12 +27,12 @@ def ends() -> Iterator[tuple[Ring, RingWriter]]:
 
 
 @pytest.mark.parametrize("step", ["Head", "library", "watch", "Inherited"])
-def test_a_ring_whose_making_is_interrupted_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_ring_whose_creation_is_interrupted_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"cachetool.loaders.ring.ring.{step}", interrupted)
-    gc.collect()  # what other tests left is none of this one's
+    gc.collect()  # leftovers of other tests must not count
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
         Ring()
@@ -41,7 +41,7 @@ def test_a_ring_whose_making_is_interrupted_leaves_no_descriptor(monkeypatch: py
 
 
 def in_huge_pages(address: int) -> int:
-    """Bytes of the map around ``address`` that are mapped by huge pages."""
+    """Return the bytes of the map around ``address`` that use huge pages."""
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -54,7 +54,7 @@ def in_huge_pages(address: int) -> int:
 
 
 def send(ends: tuple[Ring, RingWriter], *sizes: int) -> memoryview:
-    """A slot that was made larger and larger, filled with 7, as the reader sees it."""
+    """Return a slot that was enlarged several times and filled with 7, as the reader sees it."""
     ring, writer = ends
     slot = writer.acquire()
     kept = 0
@@ -75,8 +75,8 @@ def send(ends: tuple[Ring, RingWriter], *sizes: int) -> memoryview:
     tuple(int(each) for each in os.uname().release.split(".")[:2]) < (6, 1), reason="MADV_COLLAPSE came with Linux 6.1"
 )
 @pytest.mark.parametrize("before", [(), (5000,), (5000, HUGE + 5000)])
-def test_large_batches_lie_in_huge_pages_for_both_ends(ends: tuple[Ring, RingWriter], before: tuple[int, ...]) -> None:
-    """Whatever the slot was before, and with small slots beside it."""
+def test_large_batches_use_huge_pages_in_both_processes(ends: tuple[Ring, RingWriter], before: tuple[int, ...]) -> None:
+    """The earlier size of the slot does not matter, nor do small slots beside it."""
     send(ends, 5000)
     memory = send(ends, *before, 2 * HUGE + 5000)
     address = memory.obj.ctypes.data  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_large_batches_lie_in_huge_pages_for_both_ends(ends: tuple[Ring, RingWri
     assert in_huge_pages(address) >= 2 * HUGE
 
 
-def test_slots_do_not_share_bytes_whatever_their_sizes(ends: tuple[Ring, RingWriter]) -> None:
+def test_slots_of_any_size_share_no_bytes(ends: tuple[Ring, RingWriter]) -> None:
     sizes = [4096, HUGE, 3 * 4096, HUGE + 4096]
     slots = [send(ends, size) for size in sizes]
     for number, slot in enumerate(slots):
@@ -93,8 +93,8 @@ def test_slots_do_not_share_bytes_whatever_their_sizes(ends: tuple[Ring, RingWri
     assert [(len(slot), set(slot)) for slot in slots] == [(size, {number}) for number, size in enumerate(sizes)]
 
 
-def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWriter]) -> None:
-    """Slots are as large as the largest batch."""
+def test_memory_that_a_batch_does_not_fill_is_not_allocated(ends: tuple[Ring, RingWriter]) -> None:
+    """Slots have the size of the largest batch."""
     ring, writer = ends
     slot = writer.acquire()
     writer.memory(slot, 32 * HUGE)
@@ -105,7 +105,7 @@ def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWr
     assert os.fstat(ring.fd).st_blocks * 512 <= 4 * HUGE
 
 
-def test_a_keeper_that_is_told_to_stop_before_anything_else_ends_without_a_word() -> None:
+def test_a_keeper_whose_first_message_is_stop_ends_silently() -> None:
     command = [sys.executable, "-c", boot("cachetool.loaders.feed.feeder:main()")]
     ended = subprocess.run(command, input=b'{"id": 0, "do": "stop"}\n', capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

@@ -1,4 +1,4 @@
-"""The state of an EpochSampler's iterator, as torchdata's StatefulDataLoader saves and loads it."""
+"""The state of an EpochSampler's iterator, which torchdata's StatefulDataLoader saves and loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loaders.numbered import put
 
 
 def begun(cache: CacheDir, *, epoch: int = 0, **options: Any) -> tuple[CacheDataset, Any]:
-    """A dataset, and the iterator of a sampler that begins this epoch."""
+    """Return a dataset, and the iterator of a sampler that begins this epoch."""
     dataset = CacheDataset(cache, fields=["number"], run="one")
     sampler = EpochSampler(dataset, **{"seed": 3, **options})
     sampler.set_epoch(epoch)
@@ -25,15 +25,13 @@ def begun(cache: CacheDir, *, epoch: int = 0, **options: Any) -> tuple[CacheData
 
 
 def numbers(dataset: CacheDataset, indices: Any) -> list[int]:
-    """The numbers of the samples at these indices."""
+    """Return the numbers of the samples at these indices."""
     return [int(dataset[index]["number"]) for index in indices]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("taken", [0, 1, 31, 59, 60])
-def test_an_epoch_goes_on_with_the_samples_it_had_in_the_order_it_had(
-    taken: int, shuffle: bool, cache: CacheDir
-) -> None:
+def test_an_epoch_resumes_with_its_samples_in_its_order(taken: int, shuffle: bool, cache: CacheDir) -> None:
     dataset, indices = begun(cache, epoch=4, shuffle=shuffle)
     with dataset:
         whole = numbers(dataset, islice(indices, 60))
@@ -49,13 +47,13 @@ def test_an_epoch_goes_on_with_the_samples_it_had_in_the_order_it_had(
         sampler = indices._sampler
         assert sampler.epoch == 5
         assert len(numbers(dataset, sampler)) == 100
-    if taken:  # else nothing was read of it, and it reads what is there now
+    if taken:  # otherwise none of its samples was read, and the epoch takes the current samples
         assert before + after == whole
     else:
         assert sorted(after) == list(range(100))
 
 
-def test_an_epoch_goes_on_on_another_number_of_ranks(cache: CacheDir) -> None:
+def test_an_epoch_resumes_with_another_number_of_ranks(cache: CacheDir) -> None:
     ranks = [begun(cache, rank=rank, world_size=2) for rank in range(2)]
     before = [numbers(dataset, islice(indices, 11)) for dataset, indices in ranks]
     states = [indices.state_dict() for _, indices in ranks]
@@ -75,7 +73,7 @@ def test_an_epoch_goes_on_on_another_number_of_ranks(cache: CacheDir) -> None:
     assert len(set(seen)) == len(seen) == 58
 
 
-def test_a_state_that_was_loaded_is_given_back_whole_before_the_first_index(cache: CacheDir) -> None:
+def test_a_loaded_state_is_returned_unchanged_before_the_first_index(cache: CacheDir) -> None:
     dataset, indices = begun(cache, epoch=2)
     with dataset:
         numbers(dataset, islice(indices, 31))
@@ -86,7 +84,7 @@ def test_a_state_that_was_loaded_is_given_back_whole_before_the_first_index(cach
         assert indices.state_dict() == state
 
 
-def test_an_epoch_that_ended_is_over_on_ranks_that_took_a_step_more(cache: CacheDir) -> None:
+def test_a_finished_epoch_is_over_on_ranks_that_took_one_more_step(cache: CacheDir) -> None:
     put(cache, [60])
     dataset, indices = begun(cache, rank=0, world_size=2, drop_last=False)
     with dataset:
@@ -108,7 +106,7 @@ def test_an_epoch_whose_shards_were_evicted_is_refused(cache: CacheDir) -> None:
     with dataset:
         indices.load_state_dict(state)
         with pytest.raises(
-            UsageError, match=r"1 of 3 shards of the epoch to resume were evicted since.* sampler.set_epoch\(n\)"
+            UsageError, match=r"1 of 3 shards of the epoch to resume were evicted .* sampler.set_epoch\(n\)"
         ):
             next(indices)
 
@@ -116,15 +114,15 @@ def test_an_epoch_whose_shards_were_evicted_is_refused(cache: CacheDir) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"state": 9}, "not a state of this version's EpochSamplers"),
-        ({"seed": 4}, "seed=4, this EpochSampler has 3"),
+        ({"state": 9}, "not a state of EpochSamplers of this version"),
+        ({"seed": 4}, "seed=4, but this EpochSampler has 3"),
         ({"shuffle": False}, "shuffle=False"),
         ({"position": -1}, "'position' is -1"),
         ({"parts": "all"}, "'parts' is 'all'"),
         ({"samples": None}, "'samples' is None"),
     ],
 )
-def test_what_is_no_state_of_this_sampler_is_refused(change: dict[str, Any], says: str, cache: CacheDir) -> None:
+def test_an_invalid_state_of_the_sampler_is_refused(change: dict[str, Any], says: str, cache: CacheDir) -> None:
     dataset, indices = begun(cache)
     with dataset:
         next(indices)
@@ -133,8 +131,8 @@ def test_what_is_no_state_of_this_sampler_is_refused(change: dict[str, Any], say
             indices.load_state_dict(state)
 
 
-def test_a_stateful_data_loader_goes_on_in_the_middle_of_an_epoch_while_the_cache_grows(tmp_path: Path) -> None:
-    """torchdata's, with 0 and 2 workers, which stay or not, and as two ranks of one run."""
+def test_a_stateful_data_loader_resumes_in_the_middle_of_an_epoch_while_the_cache_grows(tmp_path: Path) -> None:
+    """The loader has 0 or 2 workers, persistent or not, and also runs as two ranks of one run."""
     seen = run_script("torch_stateful.py", tmp_path / "cache")
     assert len(seen["cases"]) == 5
     for case, facts in seen["cases"].items():

@@ -1,4 +1,4 @@
-"""What the training process takes out of the slots of a ring, and when."""
+"""The moment at which the training process takes batches from the slots of a ring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ring() -> Iterator[Ring]:
 
 
 def put(writer: SlotWriter, generation: int, step: int) -> None:
-    """A batch of two samples, all of it the number of the step."""
+    """Write a batch of two samples whose values are the number of the step."""
     writer.open()
     writer.begin(SCHEMA)
     column = writer.values(SCHEMA["x"], (2, 3))
@@ -44,7 +44,7 @@ def taken(reader: SlotReader, generation: int) -> tuple[int, list[int]] | None:
     return None if batch is None else (batch.step, np.unique(batch.columns["x"]).tolist())  # type: ignore[call-overload]
 
 
-def test_batches_of_the_next_epoch_stay_where_they_are(ring: Ring) -> None:
+def test_batches_of_the_next_epoch_stay_in_their_slots(ring: Ring) -> None:
     writer, reader = SlotWriter(RingWriter(ring.fd), ready=16), SlotReader(ring)
     for generation, step in [(1, 0), (1, 2), (2, 0), (2, 2), (4, 0)]:
         put(writer, generation, step)
@@ -52,12 +52,12 @@ def test_batches_of_the_next_epoch_stay_where_they_are(ring: Ring) -> None:
     assert ring.ready == 5
     assert [taken(reader, 1) for _ in range(4)] == [(0, [0]), (2, [2]), None, None]
     assert taken(reader, 2) == (0, [0])
-    assert taken(reader, 4) == (0, [0])  # the rest of the second was given up
+    assert taken(reader, 4) == (0, [0])  # the remaining batches of the second epoch were discarded
     assert taken(reader, 4) is None
     assert ring.ready == 0
 
 
-def test_an_error_is_there_until_its_epoch_is_given_up(ring: Ring) -> None:
+def test_an_error_stays_until_its_epoch_is_discarded(ring: Ring) -> None:
     writer, reader = SlotWriter(RingWriter(ring.fd), ready=16), SlotReader(ring)
     put(writer, 1, 0)
     writer.open()
@@ -71,8 +71,8 @@ def test_an_error_is_there_until_its_epoch_is_given_up(ring: Ring) -> None:
     assert taken(reader, 2) == (0, [0])
 
 
-def test_batches_of_an_epoch_that_was_given_up_are_not_waited_for(ring: Ring) -> None:
-    """However many: a wait is written into the history, and lets go of the GIL."""
+def test_batches_of_a_discarded_epoch_cause_no_wait(ring: Ring) -> None:
+    """A wait would be recorded in the history and would release the GIL, for any number of discarded batches."""
     writer, reader = SlotWriter(RingWriter(ring.fd), ready=60), SlotReader(ring)
     for step in range(50):
         put(writer, 1, step)
@@ -84,8 +84,8 @@ def test_batches_of_an_epoch_that_was_given_up_are_not_waited_for(ring: Ring) ->
 
 
 @pytest.mark.parametrize(("ready", "at_once"), [(2, 1), (3, 2), (5, 4), (8, 6), (15, 14), (40, 32)])
-def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(ready: int, at_once: int) -> None:
-    """Else a feeder has none to fill while one is seen and the other waits for its turn."""
+def test_fewer_than_half_of_the_slots_are_taken_together_and_of_two_slots_one(ready: int, at_once: int) -> None:
+    """Otherwise a feeder has no slot to fill while one batch is in use and the other waits for its turn."""
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
     feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
@@ -100,7 +100,7 @@ def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(read
 
 
 @pytest.mark.parametrize("most", [1, 3, 32])
-def test_no_more_batches_are_taken_at_once_than_are_asked_for_and_none_is_lost(most: int) -> None:
+def test_no_more_batches_are_taken_together_than_requested_and_none_is_lost(most: int) -> None:
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
     feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
@@ -118,9 +118,7 @@ def test_no_more_batches_are_taken_at_once_than_are_asked_for_and_none_is_lost(m
 
 
 @pytest.mark.parametrize(("there", "looked"), [(1, 2), (2, 3), (4, 4)])
-def test_rings_are_looked_at_as_far_as_there_are_batches(
-    there: int, looked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rings_are_read_as_far_as_batches_are_ready(there: int, looked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rings = [Ring() for _ in range(4)]
     feed = Processes.__new__(Processes)  # without any process
     feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
@@ -147,7 +145,7 @@ def ragged(rng: np.random.Generator, count: int, *, rank: int, most: int) -> Rag
 
 
 def waited_for(ring: Ring, reader: SlotReader, generation: int) -> Batch:
-    """The batch of a generation: what is left of those before comes out first."""
+    """Return the next batch of a generation. Batches left from earlier generations come out first."""
     while (batch := reader.take(generation)) is None:
         assert ring.poll()
     return batch
@@ -156,10 +154,10 @@ def waited_for(ring: Ring, reader: SlotReader, generation: int) -> Batch:
 @given(st.lists(st.tuples(st.sampled_from([0, 3, 3, 3, 5]), st.sampled_from([2, 2, 60]), st.booleans()), max_size=12))
 @example([(3, 2, False), (3, 60, False), (3, 2, False), (3, 2, False)])
 @example([(3, 2, False), (0, 2, True), (3, 2, False)])
-def test_what_comes_out_of_a_slot_is_what_was_put_in_whatever_was_there_before(
+def test_a_slot_returns_the_batch_that_was_written_for_any_earlier_content(
     batches: list[tuple[int, int, bool]],
 ) -> None:
-    """A slot that is filled with a batch like the one before keeps its arrays and its head."""
+    """A slot filled with a batch of the same form keeps its arrays and its header."""
     ring = Ring()
     reader, writer = SlotReader(ring), SlotWriter(RingWriter(ring.fd), ready=2)
     rng = np.random.default_rng(0)
@@ -213,7 +211,7 @@ def test_what_comes_out_of_a_slot_is_what_was_put_in_whatever_was_there_before(
         (3, "full waited full waited", 3),
     ],
 )
-def test_a_feeder_gets_more_slots_once_its_consumer_waits_again_and_again_though_none_was_free(
+def test_a_feeder_gets_more_slots_if_its_consumer_waits_repeatedly_without_a_free_slot(
     ring: Ring, ready: int | None, events: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_module, "_READY_BYTES", 2**21)
@@ -242,7 +240,7 @@ def test_a_feeder_gets_more_slots_once_its_consumer_waits_again_and_again_though
 
 
 def test_large_arrays_begin_in_the_middle_of_a_page(ring: Ring) -> None:
-    """Values lie at the beginning of pages in files, and are copied slowly to the same place of another page."""
+    """Values in files lie at the start of a page. Copies to the same offset of another page are slow."""
     small = Field("y", "<i8"), Field("z", "<u1", (3,))
     schema = Schema((small[0], Field("x", "<f4", (4096,)), small[1], Field("w", "<f4", (1024,))))
     writer, reader = SlotWriter(RingWriter(ring.fd), ready=2), SlotReader(ring)

@@ -1,4 +1,4 @@
-"""Where a loader may be started: in a cell of a notebook, and on an empty cache beside a pull of the same program."""
+"""Starting a loader in a notebook cell, and on an empty cache beside a pull of the same program."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ AGAIN = """
 """
 
 
-def test_a_notebook_trains_and_none_of_its_cells_runs_a_second_time(cache: CacheDir, tmp_path: Path) -> None:
-    """A lambda over a variable of an earlier cell; a later cell goes on with the loader and its feeders, which keep the
-    function as it was when they started."""
+def test_a_notebook_trains_and_runs_none_of_its_cells_twice(cache: CacheDir, tmp_path: Path) -> None:
+    """The transform is a lambda over a variable of an earlier cell. A later cell continues with the loader and its
+    feeders, which keep the function as it was when they started.
+    """
     cells = [textwrap.dedent(cell) for cell in (NOTE, TRAIN % str(cache.root), AGAIN)]
 
     printed = run_script("notebook.py", tmp_path, *cells)
@@ -71,7 +72,7 @@ EMPTY = """
 def test_an_unguarded_script_starts_loader_and_pull_on_an_empty_cache_and_trains(
     digits: Path, script: Any, tmp_path: Path
 ) -> None:
-    """It waits until there are ``min_samples``; its own end closes the pull and the feeders."""
+    """The loader waits for ``min_samples``. The end of the program closes the pull and the feeders."""
     out, err = script(EMPTY, digits, tmp_path / "cache").communicate(timeout=120)
 
     assert out == "started\n[{3}, {3}] True\n"
@@ -107,7 +108,7 @@ def test_a_daemon_without_standard_streams_pulls_and_trains(closed: str, tmp_pat
     assert (tmp_path / "counted").read_text() == "40 True\n"
 
 
-def test_closed_streams_are_opened_for_children_too(tmp_path: Path) -> None:
+def test_closed_standard_streams_are_replaced_for_child_processes(tmp_path: Path) -> None:
     code = "import os; from cachetool.proc.lines import keep_standard_streams as keep; keep(); keep()\n"
     code += "told = [(os.readlink(f'/proc/self/fd/{n}'), os.get_inheritable(n)) for n in range(3)]\n"
     code += "open('told', 'w').write(str([name == '/dev/null' and inherited for name, inherited in told]))"

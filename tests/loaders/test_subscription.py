@@ -1,4 +1,4 @@
-"""Following a dataset: leases, runs of several processes, folders of plain files."""
+"""Following a dataset: leases, runs of several processes, exported folders."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.loaders.numbered import leases, put
 
 
 def retire_one(cache: CacheDir) -> None:
-    """Take the oldest shard out of the snapshots to come."""
+    """Remove the oldest shard from future snapshots."""
     with pytest.raises(CapBlocked):
         cache.evict(cache.usage().total - 1, wait=0)
 
 
-def test_one_lease_moves_along_with_the_newest_view(cache: CacheDir) -> None:
+def test_one_lease_follows_the_newest_view(cache: CacheDir) -> None:
     subscription = CacheSubscription(cache)
     assert leases(cache) == []
     first = subscription.newest()
@@ -44,7 +44,7 @@ def test_one_lease_moves_along_with_the_newest_view(cache: CacheDir) -> None:
     assert leases(cache) == []
 
 
-def test_a_lease_is_given_back_when_its_subscription_is_dropped(cache: CacheDir) -> None:
+def test_a_lease_is_returned_when_its_subscription_is_dropped(cache: CacheDir) -> None:
     subscription = CacheSubscription(cache.root)
     subscription.newest()
     assert len(leases(cache)) == 1
@@ -53,7 +53,7 @@ def test_a_lease_is_given_back_when_its_subscription_is_dropped(cache: CacheDir)
     assert leases(cache) == []
 
 
-def test_a_copy_takes_a_lease_of_its_own(cache: CacheDir) -> None:
+def test_a_copy_takes_its_own_lease(cache: CacheDir) -> None:
     subscription = CacheSubscription(cache)
     subscription.newest()
     other = copy.copy(subscription)
@@ -66,7 +66,7 @@ def test_a_copy_takes_a_lease_of_its_own(cache: CacheDir) -> None:
     subscription.close()
 
 
-def test_a_run_shares_the_view_of_an_epoch_and_only_then(cache: CacheDir) -> None:
+def test_processes_of_a_run_share_the_view_of_the_same_epoch_only(cache: CacheDir) -> None:
     one, two, stranger = (CacheSubscription(cache, run=run) for run in ("job", "job", "other job"))
     first = one.newest(epoch=0)
     put(cache, range(60, 80))
@@ -119,7 +119,7 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
     assert cache.stats().served == told["bytes"]
 
 
-def test_what_only_a_finished_epoch_kept_is_deleted(cache: CacheDir) -> None:
+def test_shards_that_only_a_finished_epoch_kept_are_deleted(cache: CacheDir) -> None:
     subscription = CacheSubscription(cache)
     subscription.newest()
     gone = cache.shards()[0].path
@@ -132,7 +132,7 @@ def test_what_only_a_finished_epoch_kept_is_deleted(cache: CacheDir) -> None:
     assert len(cache.shards(retiring=True)) == 2
 
 
-def test_an_epoch_ends_where_its_history_cannot_be_written(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_ends_although_its_history_cannot_be_written(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
     subscription = CacheSubscription(cache)
 
     def full(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_an_epoch_ends_where_its_history_cannot_be_written(cache: CacheDir, monk
     assert history_of(cache.layout).epochs == []
 
 
-def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_view_is_not_read_again(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     rows = snapshots._rows
 
@@ -173,7 +173,7 @@ def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytes
     subscription.close()
 
 
-def test_the_shards_of_a_known_version_are_looked_up_when_they_are_asked_for(cache: CacheDir) -> None:
+def test_the_shards_of_a_known_version_are_looked_up_on_request(cache: CacheDir) -> None:
     with cache.snapshot() as first, cache.snapshot(known=(first.version, first.stamp)) as second:
         assert (first.is_unchanged, second.is_unchanged) == (False, True)
         retire_one(cache)
@@ -183,7 +183,7 @@ def test_the_shards_of_a_known_version_are_looked_up_when_they_are_asked_for(cac
             assert (third.is_unchanged, third.samples) == (False, 40)
 
 
-def test_a_cache_that_was_made_anew_is_read_again_though_it_reached_the_same_version(cache: CacheDir) -> None:
+def test_a_recreated_cache_is_read_again_although_it_has_the_same_version(cache: CacheDir) -> None:
     subscription = CacheSubscription(cache)
     before = subscription.newest()
     shutil.rmtree(cache.root)
@@ -197,7 +197,7 @@ def test_a_cache_that_was_made_anew_is_read_again_though_it_reached_the_same_ver
     subscription.close()
 
 
-def test_a_row_that_was_corrected_is_read_again(cache: CacheDir) -> None:
+def test_a_corrected_row_is_read_again(cache: CacheDir) -> None:
     wrong = cache.shards()[1].id
     with cache.catalog.write() as connection:
         connection.execute("UPDATE shards SET samples = 19 WHERE id = ?", (wrong,))
@@ -208,8 +208,8 @@ def test_a_row_that_was_corrected_is_read_again(cache: CacheDir) -> None:
     subscription.close()
 
 
-def test_an_older_version_is_read_again_whoever_leased_it(cache: CacheDir) -> None:
-    """Of a version that only others lease now, something may have gone before they did."""
+def test_an_older_version_is_read_again_also_if_others_leased_it(cache: CacheDir) -> None:
+    """Shards of a version that only others lease may have been deleted before."""
     one, two = (CacheSubscription(cache, run="job") for _ in range(2))
     known = one.newest(epoch=0)
     one.release()
@@ -226,7 +226,7 @@ def test_an_older_version_is_read_again_whoever_leased_it(cache: CacheDir) -> No
 
 
 @pytest.mark.parametrize("part", ["count", "lease", "files"])
-def test_an_epoch_counts_and_its_lease_ends_as_far_as_each_can(
+def test_counting_an_epoch_and_ending_its_lease_succeed_independently(
     part: str, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -253,7 +253,7 @@ def test_an_epoch_counts_and_its_lease_ends_as_far_as_each_can(
     subscription.close()
 
 
-def test_what_is_not_there_is_refused(cache: CacheDir, tmp_path: Path) -> None:
+def test_a_missing_cache_or_dataset_is_refused(cache: CacheDir, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no dataset 'other'"):
         CacheSubscription(cache, dataset="other")
     with pytest.raises(UsageError, match="there is no cache at"):
@@ -271,7 +271,7 @@ def test_a_damaged_list_of_files_is_refused(tmp_path: Path) -> None:
 
     for text in ("{", "[]", json.dumps({**about, "parts": [{"file": "part-00000.lmdb"}]})):
         (tmp_path / "dataset.json").write_text(text)
-        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool writes"):
+        with pytest.raises(CorruptError, match=r"dataset\.json is damaged"):
             shards_at([tmp_path])
 
 

@@ -1,4 +1,4 @@
-"""The map-style datasets for PyTorch; each script runs in a process of its own and tells what it saw."""
+"""The map-style datasets for PyTorch. Each script runs in a separate process and returns its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIXED, LMDB = range(63), range(60)
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a dataset in all formats, compressed ones too, and one of LMDB shards."""
+    """Create a cache with a dataset in all formats, also compressed, and one of LMDB shards."""
     root = tmp_path_factory.mktemp("filled") / "cache"
     formats = (
         ("lmdb", None),
@@ -54,12 +54,12 @@ def test_workers_deliver_every_sample_exactly_once_and_as_it_was_written(method:
 
 @pytest.fixture(scope="module", params=[("cache", "fork"), ("lmdb", "forkserver")], ids="-".join)
 def growth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``torch_growth.py`` saw."""
+    """Return the results of ``torch_growth.py``."""
     out: dict[str, Any] = run_script("torch_growth.py", *request.param, tmp_path_factory.mktemp("growth") / "cache")
     return out
 
 
-def test_persistent_workers_see_what_arrived_and_not_what_left(growth: dict[str, Any]) -> None:
+def test_persistent_workers_see_new_samples_and_no_evicted_ones(growth: dict[str, Any]) -> None:
     assert growth["epoch 1"] == [0, 59, 60, 60]  # first number, last number, samples, different samples
     assert growth["epoch 2"] == [0, 79, 80, 80]
     assert growth["shuffled"]
@@ -82,7 +82,7 @@ def test_an_old_index_never_means_another_sample(growth: dict[str, Any]) -> None
     assert "shards were evicted between snapshots" in growth["plain 3"]
     assert "use sampler=EpochSampler(dataset)" in growth["plain 3"]
     assert growth["plain, new workers"] == [60, 139, 80, 80]
-    assert "draw indices of the present one" in growth["old index"]
+    assert "iterate over the sampler again" in growth["old index"]
 
 
 MATRIX = [(kind, method, "0 2 2p 8 8p") for kind in ("cache", "lmdb") for method in ("fork", "forkserver", "spawn")]
@@ -98,8 +98,12 @@ MATRIX = [(kind, method, "0 2 2p 8 8p") for kind in ("cache", "lmdb") for method
     ],
 )
 @pytest.mark.timeout(1200)
-def test_three_rounds_of_growth_and_one_of_eviction(kind: str, method: str, cases: str, tmp_path: Path) -> None:
-    """Each epoch delivers exactly the samples of its snapshot, byte by byte; a shard that left is closed everywhere."""
+def test_epochs_follow_three_rounds_of_growth_and_one_of_eviction(
+    kind: str, method: str, cases: str, tmp_path: Path
+) -> None:
+    """Each epoch delivers exactly the samples of its snapshot, byte by byte. An evicted shard is closed in all
+    processes.
+    """
     snapshots = [range(60), range(80), range(100), range(120), range(20, 120)]
 
     seen = run_script("torch_rounds.py", kind, method, tmp_path / "cache", *cases.split(), seconds=1100)
@@ -107,14 +111,14 @@ def test_three_rounds_of_growth_and_one_of_eviction(kind: str, method: str, case
     assert list(seen) == cases.split()
     for case, found in seen.items():
         assert found["epochs"] == [digests(SMALL, numbers) for numbers in snapshots], case
-        assert found["waits"], case  # the evicted shard stays until the epoch that reads it is over
+        assert found["waits"], case  # the evicted shard stays until the epoch that reads it has ended
         assert found["still mapped"] == 0, case
         assert found["leases"] == 0, case
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``torch_single.py`` saw; it leaves one dataset open when it ends."""
+    """Return the results of ``torch_single.py``, which leaves one dataset open when it ends."""
     root = tmp_path_factory.mktemp("single")
     out: dict[str, Any] = run_script("torch_single.py", root)
     with open_cache(root / "cache") as cache:
@@ -134,7 +138,7 @@ def test_a_lease_lives_as_long_as_its_dataset(single: dict[str, Any]) -> None:
     assert single["read after close"] == "UsageError: this CacheDataset was closed"
 
 
-def test_a_pickled_copy_reads_the_same_and_holds_a_lease_once_it_asks_for_one(single: dict[str, Any]) -> None:
+def test_a_pickled_copy_reads_the_same_samples_and_takes_its_own_lease(single: dict[str, Any]) -> None:
     assert single["copy is equal"]
     assert single["copy holds none"] == 1
     assert single["copy after refresh"] == 2
@@ -148,7 +152,7 @@ def test_ranks_of_a_run_share_a_snapshot_and_divide_it(single: dict[str, Any]) -
     assert single["rank numbers"]
     assert single["order of an epoch"] == [True, False]
     assert "run=NAME" in single["ranks without run"]
-    assert "rank 2 of a world of 2" in single["rank outside"]
+    assert "rank=2 cannot be used with world_size=2" in single["rank outside"]
     assert single["from environment"] == [1, 3, 27, 81]
 
 
@@ -164,7 +168,7 @@ def test_a_sample_is_a_dict_of_tensors_bytes_and_str(single: dict[str, Any]) -> 
     assert len(dtypes) == 14
 
 
-def test_a_batch_stacks_numbers_and_lists_the_rest(single: dict[str, Any]) -> None:
+def test_a_batch_stacks_numbers_and_lists_other_values(single: dict[str, Any]) -> None:
     assert single["batch"] == {
         "x": "Tensor",
         "number": "Tensor",
@@ -189,7 +193,7 @@ def test_bad_indices_and_arguments_are_refused_and_leave_no_lease(single: dict[s
     assert "shards in zarr" in single["other format"]
     assert "convert --to lmdb" in single["other format"]
     assert "there is no cache" in single["no cache"]
-    assert "LMDB file of others" in single["value format"]
+    assert "LMDB files of other programs" in single["value format"]
     assert single["left by errors"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The loader for PyTorch; each script runs in a process of its own and tells what it saw."""
+"""The loader for PyTorch. Each script runs in a separate process and returns its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.loaders.numbered import leases, put
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``torch_feed.py`` saw."""
+    """Return the results of ``torch_feed.py``."""
     out: dict[str, Any] = run_script("torch_feed.py", tmp_path_factory.mktemp("torch") / "cache")
     return out
 
@@ -41,14 +41,14 @@ def test_every_kind_of_field_arrives_as_it_was_written(seen: dict[str, Any]) -> 
     assert seen["leases"] == 0
 
 
-def test_whatever_sees_a_batch_keeps_its_bytes(seen: dict[str, Any]) -> None:
-    """Views, NumPy arrays, dlpack, storages, what autograd saved, pickled copies, through all later batches."""
+def test_every_object_derived_from_a_batch_keeps_its_bytes(seen: dict[str, Any]) -> None:
+    """Views, NumPy arrays, dlpack, storages, saved tensors of autograd and pickled copies, during all later batches."""
     assert seen["kept"] == [150, []]
     assert seen["gradients"] == 16
-    assert seen["held"] == [0, 0]  # and all slots come back
+    assert seen["held"] == [0, 0]  # and all slots are returned
 
 
-def test_a_batch_is_saved_and_pickled_alone(seen: dict[str, Any]) -> None:
+def test_saving_or_pickling_a_batch_excludes_the_rest_of_its_slot(seen: dict[str, Any]) -> None:
     assert seen["saved bytes"]
     assert seen["storage"]
     assert seen["loaded"]
@@ -57,8 +57,8 @@ def test_a_batch_is_saved_and_pickled_alone(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_with_arrays_of_no_bytes_is_saved_whole(workers: int, tmp_path: Path) -> None:
-    """PyTorch tells the memory of tensors apart by where it begins."""
+def test_a_batch_with_empty_arrays_is_saved_completely(workers: int, tmp_path: Path) -> None:
+    """PyTorch distinguishes the memory of tensors by its start address."""
     schema = Schema((Field("none", "<i2", (0, 3)), Field("boxes", "<f4", (None, None)), Field("y", "<i8")))
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         samples = [
@@ -76,7 +76,7 @@ def test_a_batch_with_arrays_of_no_bytes_is_saved_whole(workers: int, tmp_path: 
 
 
 def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: dict[str, Any]) -> None:
-    """Against a device module that only takes notes: no GPU is needed, and none is tried here."""
+    """The device module only records calls; no GPU is needed or used."""
     found = seen["prefetched"]
 
     assert found["device"]
@@ -90,13 +90,13 @@ def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: 
     assert found["recorded"]
 
 
-def test_batches_on_their_way_to_a_device_are_not_counted(seen: dict[str, Any]) -> None:
-    """Of the prefetcher, and of a loader that has a device."""
+def test_batches_in_flight_to_a_device_are_not_counted(seen: dict[str, Any]) -> None:
+    """The rule holds for the prefetcher, and for a loader with a device."""
     assert seen["prefetched"]["counted"] == [[8, 16, 24, 32, 39, 46, 53, None]] * 2
 
 
 def ranks(roots: Sequence[Path]) -> list[list[list[list[int]]]]:
-    """What each rank read: epochs of batches of numbers."""
+    """Return the epochs of batches of numbers that each rank read."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     script = Path(__file__).parent / "scripts" / "torch_ranks.py"
@@ -115,37 +115,37 @@ def ranks(roots: Sequence[Path]) -> list[list[list[list[int]]]]:
     for process, (_, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
     found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    apart = "the ranks begin epochs 5 to 8, where samples would be read twice" if len(roots) > 1 else ""
+    apart = "the ranks begin different epochs (5 to 8), so samples would be read twice" if len(roots) > 1 else ""
     assert all(apart in each.pop() for each in found)
     return found
 
 
-def test_a_rank_alone_reads_every_epoch_whole(cache: CacheDir) -> None:
+def test_a_single_rank_reads_every_epoch_completely(cache: CacheDir) -> None:
     (read,) = ranks([cache.root])
 
     for batches in read:
-        assert len(batches) == 15  # 60 samples, 4 a step
+        assert len(batches) == 15  # 60 samples, 4 per step
         assert sorted(n for batch in batches for n in batch) == list(range(60))
     assert leases(cache) == []
 
 
-def test_two_ranks_on_one_cache_share_every_epoch_out(cache: CacheDir) -> None:
+def test_two_ranks_on_one_cache_divide_every_epoch(cache: CacheDir) -> None:
     """Rank, world size and the name of the run come from torch.distributed."""
     first, second = ranks([cache.root, cache.root])
 
     for mine, theirs in zip(first, second, strict=True):
-        assert [len(mine), len(theirs)] == [8, 8]  # 60 samples, 2 x 4 a step
+        assert [len(mine), len(theirs)] == [8, 8]  # 60 samples, 2 x 4 per step
         assert sorted(n for batch in mine + theirs for n in batch) == list(range(60))
     assert first[0] != first[1]
     assert leases(cache) == []
 
 
-@pytest.mark.soak  # two do by default
-def test_four_ranks_share_every_epoch_out(cache: CacheDir) -> None:
+@pytest.mark.soak  # the default run has two ranks
+def test_four_ranks_divide_every_epoch(cache: CacheDir) -> None:
     read = ranks([cache.root] * 4)
 
     for epoch in zip(*read, strict=True):
-        assert [len(batches) for batches in epoch] == [4] * 4  # 60 samples, 4 x 4 a step
+        assert [len(batches) for batches in epoch] == [4] * 4  # 60 samples, 4 x 4 per step
         assert sorted(n for batches in epoch for batch in batches for n in batch) == list(range(60))
     assert leases(cache) == []
 
@@ -165,9 +165,7 @@ def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 9])
-def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_in_flight_to_a_device_arrive_before_a_later_error(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         query = staticmethod(lambda: True)
         record = staticmethod(lambda *_: None)

@@ -1,4 +1,4 @@
-"""What a transform may give: batches of which it left all samples out, columns under other names, odd values."""
+"""Results of a transform: batches without samples, renamed columns, unusual values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 20, "shuffle": False}
 
 
 def kept(places: Iterable[int], columns: dict[str, Any]) -> dict[str, Any]:
-    """These places of a batch, as a user writes it: lists of whatever was a list or may be one."""
+    """Return these positions of a batch as a user's code would: as lists where lists are possible."""
     return {
         name: column[list(places)] if name == "x" else [column[place] for place in places]
         for name, column in columns.items()
@@ -27,7 +27,7 @@ def kept(places: Iterable[int], columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def without(first: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Leaves all twenty samples from ``first`` on out."""
+    """Return a transform that leaves out all twenty samples from ``first`` on."""
     return lambda columns: kept([at for at, n in enumerate(columns["number"]) if n // 20 * 20 != first], columns)
 
 
@@ -43,7 +43,7 @@ def listed(batches: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("first", [0, 20, 40])
-def test_a_batch_of_which_nothing_is_left_has_the_fields_of_the_others(
+def test_a_batch_without_remaining_samples_has_the_fields_of_the_others(
     first: int, workers: int, cache: CacheDir
 ) -> None:
     with Loader(cache, workers=workers, **OPTIONS) as loader:
@@ -58,7 +58,7 @@ def test_a_batch_of_which_nothing_is_left_has_the_fields_of_the_others(
 
 
 @pytest.mark.parametrize("made", [lambda few: few, np.array])
-def test_numbers_of_which_none_is_left_keep_their_type(made: Callable[[list[int]], Any], cache: CacheDir) -> None:
+def test_an_empty_column_of_numbers_keeps_its_dtype(made: Callable[[list[int]], Any], cache: CacheDir) -> None:
     def few(columns: dict[str, Any]) -> dict[str, Any]:
         return {"low": made([int(number) for number in columns["number"] if number < 20])}
 
@@ -69,17 +69,17 @@ def test_numbers_of_which_none_is_left_keep_their_type(made: Callable[[list[int]
     assert {batch["low"].dtype for batch in batches} == {np.dtype("<i8")}
 
 
-def test_an_empty_list_that_comes_first_under_a_new_name_is_told_of(cache: CacheDir) -> None:
+def test_an_empty_list_as_the_first_value_of_a_new_field_is_refused(cache: CacheDir) -> None:
     def late(columns: dict[str, Any]) -> dict[str, Any]:
         return {"high": [int(number) for number in columns["number"] if number >= 20]}
 
     loader = Loader(cache, workers=0, transform=late, transform_each="batch", **OPTIONS)
-    with loader, pytest.raises(UsageError, match=r"an empty list for field 'high' first.*\ngive an empty array of"):
+    with loader, pytest.raises(UsageError, match=r"an empty list for field 'high' .*\nreturn an empty array of"):
         list(loader)
 
 
 @pytest.mark.parametrize("each", ["sample", "batch"])
-def test_a_ragged_field_passes_through_under_another_name(each: str, cache: CacheDir) -> None:
+def test_a_ragged_field_can_be_renamed(each: str, cache: CacheDir) -> None:
     with Loader(cache, workers=1, **OPTIONS) as loader:
         expected = [value.tolist() for batch in loader for value in batch["ragged"]]
     renamed = {"transform": lambda given: {"pieces": given["ragged"]}, "transform_each": each}
@@ -89,8 +89,8 @@ def test_a_ragged_field_passes_through_under_another_name(each: str, cache: Cach
 
 @pytest.mark.parametrize("name", ["ragged", "pieces"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ragged_values_stay_so_whichever_samples_are_left_out(workers: int, name: str, cache: CacheDir) -> None:
-    """Also where one is left of the first batch, and not its first."""
+def test_ragged_values_stay_ragged_for_any_omitted_samples(workers: int, name: str, cache: CacheDir) -> None:
+    """The rule also holds if only one sample of the first batch remains, and not its first."""
 
     def third(columns: dict[str, Any]) -> dict[str, Any]:
         places = [at for at, number in enumerate(columns["number"]) if number % 3 == 2]
@@ -103,8 +103,8 @@ def test_ragged_values_stay_so_whichever_samples_are_left_out(workers: int, name
         assert [value.tolist() for batch in loader for value in batch[name]] == expected
 
 
-def test_arrays_made_of_some_ragged_values_are_one_array(cache: CacheDir) -> None:
-    """Under a new name it is no ragged field because the first was of that size already."""
+def test_arrays_computed_from_ragged_values_of_one_shape_are_one_array(cache: CacheDir) -> None:
+    """Under a new name the field does not become ragged merely because the first values had that size already."""
     with Loader(cache, workers=0, **OPTIONS) as loader:
         size = next(iter(loader))["ragged"][0].shape
 
@@ -118,10 +118,8 @@ def test_arrays_made_of_some_ragged_values_are_one_array(cache: CacheDir) -> Non
 
 @pytest.mark.parametrize("each", ["sample", "batch"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ragged_values_that_are_computed_with_stay_so_in_batches_of_one(
-    workers: int, each: str, cache: CacheDir
-) -> None:
-    """A single value has one shape, whatever comes after it."""
+def test_computed_ragged_values_stay_ragged_in_batches_of_one(workers: int, each: str, cache: CacheDir) -> None:
+    """A single value has one shape, whatever the shape of the next."""
 
     def doubled(given: dict[str, Any]) -> dict[str, Any]:
         values = given["ragged"]
@@ -134,7 +132,7 @@ def test_ragged_values_that_are_computed_with_stay_so_in_batches_of_one(
         assert [batch["ragged"][0].tolist() for batch in loader] == expected
 
 
-def test_ragged_values_that_are_brought_to_one_shape_are_one_array_in_batches_of_one(cache: CacheDir) -> None:
+def test_ragged_values_padded_to_one_shape_are_one_array_in_batches_of_one(cache: CacheDir) -> None:
     def padded(sample: dict[str, Any]) -> dict[str, Any]:
         return {"ragged": np.resize(sample["ragged"], (50, 60))}
 
@@ -142,12 +140,12 @@ def test_ragged_values_that_are_brought_to_one_shape_are_one_array_in_batches_of
         assert {batch["ragged"].shape for batch in loader} == {(1, 50, 60)}
 
 
-def test_values_of_one_shape_in_the_first_batch_only_are_told_so(cache: CacheDir) -> None:
+def test_values_of_one_shape_only_in_the_first_batch_are_refused_with_advice(cache: CacheDir) -> None:
     def first_padded(sample: dict[str, Any]) -> dict[str, Any]:
         return {"ragged": np.zeros((1, 1) if sample["number"] < 20 else (2, 2))}
 
     loader = Loader(cache, workers=0, transform=first_padded, **OPTIONS)
-    with loader, pytest.raises(UsageError, match=r"first batch's 'ragged' had one shape: pad the others too, or"):
+    with loader, pytest.raises(UsageError, match=r"first batch 'ragged' had one shape: pad the others too, or"):
         list(loader)
 
 
@@ -164,7 +162,7 @@ class Mute(Exception):
         (lambda: ValueError("long " * 500), r"raised ValueError: (long ){90,120}\.\.\. \(sample \d+\)$"),
     ],
 )
-def test_whatever_a_transform_raises_is_one_line(
+def test_any_error_of_a_transform_is_one_line(
     error: Callable[[], Exception], says: str, workers: int, cache: CacheDir
 ) -> None:
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def half_masked() -> Any:
     ("value", "says"),
     [(lambda: "\ud800", "text with half a surrogate pair"), (half_masked, r"masked.*fill them: \.filled")],
 )
-def test_what_cannot_be_kept_as_it_is_is_refused(
+def test_values_that_cannot_be_stored_exactly_are_refused(
     value: Callable[[], Any], says: str, each: str, cache: CacheDir
 ) -> None:
     def odd(given: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +197,7 @@ def test_what_cannot_be_kept_as_it_is_is_refused(
         list(loader)
 
 
-def test_an_array_with_a_mask_that_hides_nothing_is_an_array(cache: CacheDir) -> None:
+def test_a_masked_array_without_masked_values_is_an_array(cache: CacheDir) -> None:
     whole = {"transform": lambda sample: {"whole": np.ma.masked_array([1, 2], mask=False)}}
     with Loader(cache, workers=0, **whole, **OPTIONS) as loader:
         assert next(iter(loader))["whole"].tolist() == [[1, 2]] * 20
@@ -209,12 +207,12 @@ def test_an_array_with_a_mask_that_hides_nothing_is_an_array(cache: CacheDir) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"v": np.longdouble(1)}, "transform= gave field 'v': dtype float128 cannot be stored"),
-        ({"a:b": 1}, "transform= gave field 'a:b': "),
-        ({"a": 1, "a/b": 2}, "transform= gave fields that do not go together: field 'a' is also the folder"),
+        ({"v": np.longdouble(1)}, "transform= returned field 'v': dtype float128 cannot be stored"),
+        ({"a:b": 1}, "transform= returned field 'a:b': "),
+        ({"a": 1, "a/b": 2}, "transform= returned fields that cannot be combined: field 'a' is also the folder"),
     ],
 )
-def test_a_field_that_cannot_be_stored_is_the_transform_s(
+def test_the_error_about_an_invalid_field_names_the_transform(
     given: dict[str, Any], message: str, each: str, cache: CacheDir
 ) -> None:
     def function(sample: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def test_a_field_that_cannot_be_stored_is_the_transform_s(
     assert "--rename" not in str(told.value)
 
 
-def test_columns_of_a_batch_that_differ_in_length_are_named(cache: CacheDir) -> None:
+def test_columns_of_different_length_are_named(cache: CacheDir) -> None:
     def function(columns: dict[str, Any]) -> dict[str, Any]:
         return {"number": columns["number"], "x": columns["x"][:2]}
 
@@ -237,7 +235,7 @@ def test_columns_of_a_batch_that_differ_in_length_are_named(cache: CacheDir) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_generator_that_the_user_bound_stays_his(workers: int, cache: CacheDir) -> None:
+def test_a_generator_bound_by_the_user_is_not_replaced(workers: int, cache: CacheDir) -> None:
     def draw(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"drawn": rng.integers(1000)}
 
@@ -248,7 +246,7 @@ def test_a_generator_that_the_user_bound_stays_his(workers: int, cache: CacheDir
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_values_that_differ_in_shape_where_the_cache_has_none_that_do_are_to_be_padded(
+def test_values_of_different_shapes_for_a_fixed_field_are_refused_with_padding_advised(
     workers: int, cache: CacheDir
 ) -> None:
     def tokens(sample: dict[str, Any]) -> dict[str, Any]:
@@ -257,5 +255,5 @@ def test_values_that_differ_in_shape_where_the_cache_has_none_that_do_are_to_be_
     loader = Loader(cache, workers=workers, transform=tokens, **OPTIONS)
     with loader, pytest.raises(UsageError) as told:
         next(iter(loader))
-    said = r"^transform= must give .*; pad 'ids' to one shape: only a field that is ragged in the cache may differ"
+    said = r"^transform= must return .*; pad 'ids' to one shape: only fields that are ragged in the cache may vary"
     assert re.match(said, str(told.value))

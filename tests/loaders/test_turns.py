@@ -1,4 +1,4 @@
-"""Which snapshot the next epoch reads, and when it is taken, discarded and given up."""
+"""The choice of the next epoch's snapshot: when it is taken, discarded and released."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DELIVERED = Delivered(1.0, 6, 0, 0.0)
 
 @pytest.fixture
 def published() -> list[EpochPlan]:
-    """The plans that feeders were told."""
+    """Return the list of plans that were sent to feeders."""
     return []
 
 
 @pytest.fixture
 def snapshots(cache: CacheDir, published: list[EpochPlan]) -> Iterator[EpochSnapshots]:
-    """Of a loader that begins its first epoch."""
+    """Return the snapshots of a loader that begins its first epoch."""
     opened = EpochSnapshots(Settings(str(cache.root), batch_size=10), published.append)
     opened.begin(0)
     yield opened
@@ -40,19 +40,19 @@ def snapshots(cache: CacheDir, published: list[EpochPlan]) -> Iterator[EpochSnap
 
 
 def follow(snapshots: EpochSnapshots) -> None:
-    """All batches of the present epoch are made, and half of them delivered."""
+    """Report that all batches of the present epoch were built and half of them delivered."""
     snapshots.made(snapshots._generation)
     snapshots.half_delivered(snapshots._generation)
 
 
 def leased(snapshots: EpochSnapshots) -> str:
-    """The state, as the table in the module has it."""
+    """Return the state in the terms of the module's table."""
     parts = {"reading": snapshots._reading, "ahead": snapshots._ahead}
     return ", ".join(name for name, part in parts.items() if part is not None) or "nothing"
 
 
 def in_state(cache: CacheDir, state: str) -> tuple[EpochSnapshots, int]:
-    """Snapshots in a state of the table, and the generation of the epoch that they read or read last."""
+    """Return snapshots in a state of the table, and the generation of the epoch that they read or read last."""
     snapshots = EpochSnapshots(Settings(str(cache.root), batch_size=10, hold=0.0), print)
     generation = snapshots.begin(0).generation
     if state in ("reading, ahead", "ahead"):
@@ -61,13 +61,13 @@ def in_state(cache: CacheDir, state: str) -> tuple[EpochSnapshots, int]:
         snapshots.delivered(generation, DELIVERED)
         snapshots.finish_epochs()
     if state.startswith("reading"):
-        snapshots.left(generation)  # nobody has its iterator: it is given up with hold=
+        snapshots.left(generation)  # no iterator exists, so hold= releases it
     assert leased(snapshots) == state
     return snapshots, generation
 
 
 def table() -> list[tuple[str, str, str]]:
-    """State, event and state after it, out of the docstring."""
+    """Return state, event and next state from the table in the module's docstring."""
     lines = [line for line in (module.__doc__ or "").splitlines() if line.startswith("    ")]
     events = ("made", "delivered", "refresh", "prepare", "begin", "held")
     starts = [lines[0].index(event) for event in events]
@@ -81,7 +81,7 @@ def table() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("state", "event", "then"), table())
-def test_each_event_leads_to_the_state_that_the_table_says(state: str, event: str, then: str, cache: CacheDir) -> None:
+def test_each_event_leads_to_the_documented_state(state: str, event: str, then: str, cache: CacheDir) -> None:
     snapshots, generation = in_state(cache, state)
     do: dict[str, Callable[[], object]] = {
         "made": lambda: (snapshots.made(generation), snapshots.half_delivered(generation)),
@@ -101,7 +101,7 @@ def test_each_event_leads_to_the_state_that_the_table_says(state: str, event: st
 
 
 @pytest.mark.parametrize("first", ["made", "half_delivered"])
-def test_the_next_snapshot_is_taken_when_batches_are_made_and_half_of_them_delivered_in_whatever_order(
+def test_the_next_snapshot_is_taken_after_all_batches_are_built_and_half_are_delivered_in_any_order(
     first: str, cache: CacheDir, snapshots: EpochSnapshots, published: list[EpochPlan]
 ) -> None:
     second = {"made": "half_delivered", "half_delivered": "made"}[first]
@@ -116,7 +116,7 @@ def test_the_next_snapshot_is_taken_when_batches_are_made_and_half_of_them_deliv
     assert [(plan.epoch, plan.samples) for plan in published] == [(0, 60), (1, 80)]
 
 
-def test_the_next_epoch_is_of_the_snapshot_taken_for_it_while_others_hold_the_catalog(
+def test_the_next_epoch_uses_its_prepared_snapshot_while_the_catalog_is_locked(
     cache: CacheDir, snapshots: EpochSnapshots
 ) -> None:
     follow(snapshots)
@@ -131,7 +131,7 @@ def test_the_next_epoch_is_of_the_snapshot_taken_for_it_while_others_hold_the_ca
     assert (plan.epoch, plan.samples, length) == (1, 60, 60)
 
 
-def test_a_next_snapshot_that_cannot_be_had_ends_neither_the_present_epoch_nor_the_next(
+def test_a_failed_preparation_of_a_snapshot_ends_neither_the_present_nor_the_next_epoch(
     cache: CacheDir, snapshots: EpochSnapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -145,7 +145,7 @@ def test_a_next_snapshot_that_cannot_be_had_ends_neither_the_present_epoch_nor_t
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_refresh_lets_the_next_epoch_read_what_came_since(
+def test_after_a_refresh_the_next_epoch_reads_samples_that_arrived_since(
     ended: bool, cache: CacheDir, snapshots: EpochSnapshots
 ) -> None:
     follow(snapshots)
@@ -155,14 +155,14 @@ def test_a_refresh_lets_the_next_epoch_read_what_came_since(
     snapshots.refresh()
     put(cache, range(80, 100))
     if not ended:
-        follow(snapshots)  # it is taken once
+        follow(snapshots)  # it is taken only once
         snapshots.delivered(1, DELIVERED)
 
     assert snapshots.prepare(1).samples == 100
     assert snapshots.begin(1).samples == 100
 
 
-def test_a_length_is_that_of_the_epoch_that_follows(cache: CacheDir) -> None:
+def test_an_announced_length_is_that_of_the_next_epoch(cache: CacheDir) -> None:
     snapshots = EpochSnapshots(Settings(str(cache.root), batch_size=10), print)
     assert snapshots.prepare(0).samples == 60
     put(cache, range(60, 80))
@@ -170,9 +170,9 @@ def test_a_length_is_that_of_the_epoch_that_follows(cache: CacheDir) -> None:
     snapshots.close()
 
 
-def test_a_snapshot_that_became_too_small_is_waited_for(cache: CacheDir, snapshots: EpochSnapshots) -> None:
+def test_a_loader_waits_if_its_snapshot_became_too_small(cache: CacheDir, snapshots: EpochSnapshots) -> None:
     follow(snapshots)
-    with pytest.raises(CapBlocked):  # by the snapshots; their shards are in no new one
+    with pytest.raises(CapBlocked):  # the snapshots still keep the shards, which are in no new snapshot
         cache.evict(max_size=1_150_000)
     snapshots.refresh()
     with pytest.raises(NotYet):
@@ -182,7 +182,7 @@ def test_a_snapshot_that_became_too_small_is_waited_for(cache: CacheDir, snapsho
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_begins_late_finds_the_snapshot_of_one_that_is_through_with_it(rank: int, cache: CacheDir) -> None:
+def test_a_late_rank_gets_the_snapshot_that_another_rank_has_finished(rank: int, cache: CacheDir) -> None:
     ranks = [
         EpochSnapshots(Settings(str(cache.root), batch_size=5, run="run", rank=r, world_size=2), print) for r in (0, 1)
     ]
@@ -229,7 +229,7 @@ def test_ranks_read_one_snapshot_after_a_refresh(begins: str, cache: CacheDir) -
         each.close()
 
 
-def test_snapshots_of_several_ranks_that_nothing_follows_end_after_a_while(cache: CacheDir) -> None:
+def test_snapshots_of_several_ranks_without_a_next_epoch_are_released_after_a_while(cache: CacheDir) -> None:
     snapshots = EpochSnapshots(
         Settings(str(cache.root), batch_size=5, run="run", world_size=2, epochs=1, hold=0.0), print
     )
@@ -244,7 +244,7 @@ def test_snapshots_of_several_ranks_that_nothing_follows_end_after_a_while(cache
     snapshots.close()
 
 
-def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
+def test_an_epoch_ends_although_a_full_disk_prevents_counting_it(
     cache: CacheDir, snapshots: EpochSnapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -258,20 +258,21 @@ def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
     assert leases(cache) == []
 
 
-NOT_COUNTED = "cachetool: an epoch was not counted: catalog"
-KEPT = "cachetool: a snapshot is kept until this process ends: catalog"
+NOT_COUNTED = "cachetool: a finished epoch could not be counted in the cache: catalog"
+KEPT = "cachetool: a snapshot could not be released and stays leased until this process ends: catalog"
 
 
 def beginnings(said: str) -> list[str]:
-    """Of each line, up to what is wrong with the catalog."""
+    """Return the beginning of each line, up to the description of the catalog's damage."""
     return [line.partition(" /")[0] for line in said.splitlines()]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_catalog_that_is_lost_in_an_epoch_ends_the_next_one(
+def test_a_catalog_lost_during_an_epoch_is_an_error_of_the_next_epoch(
     workers: int, cache: CacheDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Loader(cache, batch_size=10, workers=workers, fields=["number"], epochs=1) as loader:  # none is made ahead
+    # no batch is built ahead
+    with Loader(cache, batch_size=10, workers=workers, fields=["number"], epochs=1) as loader:
         batches = iter(loader)
         numbers = list(next(batches)["number"])
         cache.layout.catalog.write_bytes(b"no catalog")
@@ -283,7 +284,7 @@ def test_a_catalog_that_is_lost_in_an_epoch_ends_the_next_one(
     assert beginnings(capfd.readouterr().err) == [NOT_COUNTED]
 
 
-def test_a_catalog_that_is_lost_once_the_next_epoch_is_made_ends_that_one(
+def test_a_catalog_lost_after_the_next_epoch_was_built_is_an_error_of_that_epoch(
     cache: CacheDir, snapshots: EpochSnapshots, capsys: pytest.CaptureFixture[str]
 ) -> None:
     follow(snapshots)
@@ -310,7 +311,7 @@ class Full:
 
 
 @pytest.mark.parametrize("stream", [Full(), None])
-def test_what_is_told_may_be_lost(
+def test_finishing_an_epoch_survives_a_lost_catalog_and_a_failing_stderr(
     stream: Full | None,
     cache: CacheDir,
     snapshots: EpochSnapshots,
@@ -324,14 +325,12 @@ def test_what_is_told_may_be_lost(
         snapshots.finish_epochs()
 
     assert not snapshots.has_unfinished
-    assert stream is None or stream.wanted.startswith("cachetool: an epoch was not counted: ")
+    assert stream is None or stream.wanted.startswith("cachetool: a finished epoch could not be counted in the cache: ")
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_what_this_process_commits_between_epochs_is_in_the_next_one_after_a_refresh(
-    workers: int, cache: CacheDir
-) -> None:
+def test_samples_committed_between_epochs_are_in_the_next_epoch_after_a_refresh(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
         for epoch in range(5):
             assert len(loader) == 6 + 2 * epoch
@@ -342,7 +341,7 @@ def test_what_this_process_commits_between_epochs_is_in_the_next_one_after_a_ref
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_what_comes_before_half_of_an_epoch_is_in_the_next_one(workers: int, cache: CacheDir) -> None:
+def test_samples_that_arrive_before_half_of_an_epoch_are_in_the_next_epoch(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
         for epoch in range(5):
             numbers: list[int] = []
@@ -354,7 +353,7 @@ def test_what_comes_before_half_of_an_epoch_is_in_the_next_one(workers: int, cac
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_validation_reads_what_came_since_the_one_before(workers: int, tmp_path: Path) -> None:
+def test_a_validation_reads_samples_that_arrived_since_the_previous_one(workers: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": workers, "fields": ["number"], "split": "validation", "validation": 0.5}
     sides: list[list[int]] = []
     with open_cache(tmp_path / "keyed", max_size="20MB") as keyed:

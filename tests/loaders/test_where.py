@@ -1,4 +1,4 @@
-"""``where=``: an epoch is the samples whose stored numbers or text are those asked for, and nothing else changes."""
+"""``where=``: an epoch has the samples whose stored numbers or texts match, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PARTS = [range(100), range(100, 103), range(103, 240)]
 
 
 def row(number: int) -> dict[str, Any]:
-    """A sample with a value of each kind that samples are selected by, and of some others."""
+    """Return a sample with a value of each selectable kind, and some other values."""
     return {
         "__key__": f"scan{number}",
         "number": number,
@@ -79,7 +79,7 @@ def numbers(batches: Any) -> list[int]:
 
 
 def expected(where: dict[str, Any], of: range = range(240)) -> list[int]:
-    """The numbers of the samples that a reader in Python would keep."""
+    """Return the numbers of the samples that a selection in Python would keep."""
 
     def keeps(name: str, values: Any, sample: dict[str, Any]) -> bool:
         listed = values if isinstance(values, set | list | tuple | range) else [values]
@@ -112,7 +112,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("where", CHOICES, ids=" ".join)
-def test_an_epoch_is_the_samples_whose_values_were_asked_for(where: dict[str, Any], made: CacheDir) -> None:
+def test_an_epoch_has_exactly_the_samples_with_the_requested_values(where: dict[str, Any], made: CacheDir) -> None:
     wanted = expected(where)
     assert wanted
     with opened(made, where=where, shuffle=False) as loader:
@@ -124,7 +124,7 @@ def test_an_epoch_is_the_samples_whose_values_were_asked_for(where: dict[str, An
 
 @pytest.mark.parametrize("format", ["hdf5", "zarr", "tfrecord", "lmdb"])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_every_format_is_selected_from(format: str, compressed: bool, tmp_path: Path) -> None:
+def test_selection_works_in_every_format(format: str, compressed: bool, tmp_path: Path) -> None:
     compression = {"hdf5": "gzip", "tfrecord": "gzip", "zarr": "gzip"}.get(format) if compressed else None
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
         for part in PARTS:
@@ -135,20 +135,20 @@ def test_every_format_is_selected_from(format: str, compressed: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [Loader, TorchLoader])
-def test_every_framework_selects(kind: type[BaseLoader[Any]], made: CacheDir) -> None:
+def test_selection_works_in_every_framework(kind: type[BaseLoader[Any]], made: CacheDir) -> None:
     with kind(made, batch_size=8, fields=["number"], workers=2, where={"label": {0, 1}}) as loader:
         assert len(loader) == -(-len(expected({"label": {0, 1}})) // 8)
         assert sorted(numbers(loader)) == expected({"label": {0, 1}})
 
 
-def test_tensorflow_selects_and_says_when_nothing_is_selected(tmp_path: Path) -> None:
+def test_tensorflow_selects_samples_and_reports_an_empty_selection(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
         for part in PARTS:
             fill(cache, part, format="tfrecord")
     seen = run_script("tensorflow_where.py", tmp_path / "cache")
     assert seen["numbers"] == expected({"label": {0, 1}})
     assert seen["both"] == sorted(set(seen["side"]) & set(expected({"word": "cat"})))
-    assert "none of the 240 samples of dataset 'default' is selected by where={'label': [100]}" in seen["nothing"]
+    assert "where={'label': [100]} selects none of the 240 samples of dataset 'default'" in seen["nothing"]
 
 
 def test_keras_gets_inputs_and_targets_as_a_tuple(tmp_path: Path) -> None:
@@ -160,19 +160,19 @@ def test_keras_gets_inputs_and_targets_as_a_tuple(tmp_path: Path) -> None:
     assert seen["several"] == [3, 2]
     assert seen["rows"] == len(expected({"label": 1}, PARTS[0]))
     assert seen["epochs"] == 2
-    pair = "cannot be used: fields of inputs and targets, as ('volume', 'label')"
+    pair = "cannot be used; name the fields of inputs and targets, such as ('volume', 'label')"
     for number, says in enumerate((pair, pair, pair, "no field 'nothing'", "no field 'label'", pair)):
         assert says in seen["refused"][number]
 
 
-def test_plain_files_are_selected_from(made: CacheDir, tmp_path: Path) -> None:
+def test_selection_works_on_plain_files(made: CacheDir, tmp_path: Path) -> None:
     ended = run_command("convert", "--to", "hdf5", "--out", tmp_path / "out", "--cache", made.root, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     with opened(tmp_path / "out", where={"word": "dog"}) as loader:
         assert sorted(numbers(loader)) == expected({"word": "dog"})
 
 
-def test_sides_of_a_split_are_selected_from(made: CacheDir) -> None:
+def test_selection_works_on_the_sides_of_a_split(made: CacheDir) -> None:
     sides = []
     for side in ("train", "validation"):
         with opened(made, split=side, validation=0.3, where={"label": {0, 1}}, fields=["number"]) as loader:
@@ -183,7 +183,7 @@ def test_sides_of_a_split_are_selected_from(made: CacheDir) -> None:
         assert set(sides[0]) <= set(numbers(loader))
 
 
-def test_a_cache_that_grows_is_selected_from_anew_each_epoch(tmp_path: Path) -> None:
+def test_each_epoch_selects_again_from_a_growing_cache(tmp_path: Path) -> None:
     with open_cache(tmp_path / "cache", max_size="50MB") as cache:
         fill(cache, PARTS[0])
         with opened(cache, where={"label": 0}, workers=2) as loader:
@@ -208,7 +208,7 @@ labels = st.sets(st.integers(-3, 3), min_size=1)
     batch_size=st.integers(1, 9),
     goes_on_with=st.integers(1, 3),
 )
-def test_ranks_together_read_what_is_selected_once_also_over_a_restart(
+def test_ranks_together_read_each_selected_sample_once_also_after_a_restart(
     made: CacheDir, labels: set[int], word: Any, world: int, after: int, shuffle: Any, batch_size: int,
     goes_on_with: int,
 ) -> None:  # fmt: skip
@@ -223,7 +223,7 @@ def test_ranks_together_read_what_is_selected_once_also_over_a_restart(
             epoch = iter(loader)
             seen += numbers(batch for _, batch in zip(range(after), epoch, strict=False))
             states.append(json.loads(json.dumps(loader.state_dict())))
-    if states[0]["epoch"] == 0:  # the first epoch is not at its end
+    if states[0]["epoch"] == 0:  # the first epoch has not ended
         for rank in range(goes_on_with):
             with opened(made, rank=rank, world_size=goes_on_with, run="two", **options) as loader:
                 loader.load_state_dict(states[0])
@@ -241,13 +241,21 @@ def test_a_state_belongs_to_its_selection(made: CacheDir) -> None:
         next(epoch)
         plain = json.loads(json.dumps(loader.state_dict()))
     for where, of, says in (
-        ({"label": [0]}, state, r"made with where=\{'label': \[0, 1\]\}, this loader has \{'label': \[0\]\}; make it"),
-        (None, state, r"made with where=\{'label': \[0, 1\]\}, this loader has None; make it"),
-        ({"label": [0]}, plain, r"made with where=None, this loader has \{'label': \[0\]\}; make it with where=None"),
+        (
+            {"label": [0]},
+            state,
+            r"saved with where=\{'label': \[0, 1\]\}, but this loader has \{'label': \[0\]\}; create it",
+        ),
+        (None, state, r"saved with where=\{'label': \[0, 1\]\}, but this loader has None; create it"),
+        (
+            {"label": [0]},
+            plain,
+            r"saved with where=None, but this loader has \{'label': \[0\]\}; create it with where=None",
+        ),
     ):
         with opened(made, where=where) as loader, pytest.raises(UsageError, match=says):
             loader.load_state_dict(of)
-    with opened(made, where={"label": (0.0, 1)}) as loader:  # what the message advises, as anybody may write it
+    with opened(made, where={"label": (0.0, 1)}) as loader:  # the advice of the message, in another notation
         loader.load_state_dict(state)
         assert sorted(first + numbers(loader)) == expected({"label": {0, 1}})
 
@@ -256,18 +264,20 @@ def test_a_state_belongs_to_its_selection(made: CacheDir) -> None:
     ("where", "says"),
     [
         ({"colour": 1}, "where= needs field 'colour'; this dataset has __key__, number, label,"),
-        ({"array": 1}, r"cannot select by field 'array', float64 \(3,\): a field of one number or of text"),
-        ({"ragged": 1}, "cannot select by field 'ragged', int16 ragged rank 1"),
-        ({"day": 1}, r"cannot select by field 'day', datetime64\[D\]"),
+        ({"array": 1}, r"cannot select by field 'array' \(float64 \(3,\)\)"),
+        ({"ragged": 1}, "cannot select by field 'ragged' .int16 ragged rank 1"),
+        ({"day": 1}, r"cannot select by field 'day' \(datetime64\[D\]\)"),
         ({"word": 3}, "where= gives 3 for field 'word', which holds str; give text"),
-        ({"label": "cat"}, "where= gives 'cat' for field 'label', int8, which cannot hold it; give a number"),
-        ({"label": [1, 300]}, "where= gives 300 for field 'label', int8, which cannot hold it"),
-        ({"label": 0.5}, r"where= gives 0\.5 for field 'label', int8"),
-        ({"good": 2}, "where= gives 2 for field 'good', bool"),
+        ({"label": "cat"}, "where= gives 'cat' for field 'label', but int8 cannot hold that value; give a number"),
+        ({"label": [1, 300]}, "where= gives 300 for field 'label', but int8 cannot hold that value"),
+        ({"label": 0.5}, r"where= gives 0\.5 for field 'label', but int8"),
+        ({"good": 2}, "where= gives 2 for field 'good', but bool"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_field_without_such_values_is_named(where: dict[str, Any], says: str, workers: int, made: CacheDir) -> None:
+def test_a_field_that_cannot_be_selected_by_is_named(
+    where: dict[str, Any], says: str, workers: int, made: CacheDir
+) -> None:
     with opened(made, where=where, workers=workers) as loader:
         for ask in (len, iter):
             with pytest.raises(UsageError, match=says) as raised:
@@ -278,11 +288,11 @@ def test_a_field_without_such_values_is_named(where: dict[str, Any], says: str, 
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        (3, "where=3 cannot be used: give values by field"),
-        ({}, r"where=\{\} cannot be used: give values by field"),
+        (3, "where=3 cannot be used; use a dict of fields"),
+        ({}, r"where=\{\} cannot be used; use a dict of fields"),
         ({3: 4}, r"where=\{3: 4\} cannot be used"),
         ({"label": []}, "where= has no value for field 'label'"),
-        ({"label": float("nan")}, "where= cannot select nan of field 'label': give numbers or text"),
+        ({"label": float("nan")}, "where= cannot select nan of field 'label'; use numbers or text"),
         ({"label": None}, "where= cannot select None of field 'label'"),
         ({"label": {"a": 1}}, "where= cannot select {'a': 1} of field 'label'"),
         ({"label": [[1, 2]]}, r"where= cannot select \[1, 2\] of field 'label'"),
@@ -291,13 +301,13 @@ def test_a_field_without_such_values_is_named(where: dict[str, Any], says: str, 
         ({"label": [1, "cat"]}, "where= has both numbers and text for field 'label'"),
     ],
 )
-def test_what_selects_nothing_is_refused_when_the_loader_is_made(where: Any, says: str, made: CacheDir) -> None:
+def test_an_invalid_selection_is_refused_when_the_loader_is_created(where: Any, says: str, made: CacheDir) -> None:
     with pytest.raises(UsageError, match=says):
         opened(made, where=where)
 
 
-def test_values_that_no_sample_has_are_refused_at_once_while_nobody_pulls(made: CacheDir) -> None:
+def test_values_without_a_sample_are_refused_at_once_if_no_pull_runs(made: CacheDir) -> None:
     with opened(made, where={"label": 100}) as loader:
-        says = r"none of the 240 samples in .* is selected by where=\{'label': \[100\]\}, and no pull draws more"
+        says = r"where=\{'label': \[100\]\} selects none of the 240 samples in .*, and no pull is running"
         with pytest.raises(UsageError, match=says):
             iter(loader)

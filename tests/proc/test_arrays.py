@@ -1,4 +1,4 @@
-"""Arrays are read whatever another thread parses meanwhile."""
+"""Reading arrays while other threads parse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cachetool.proc.arrays import literal, load_array
 
 
-def test_what_python_fails_to_parse_beside_another_thread_is_parsed_once_more(
+def test_a_header_that_python_fails_to_parse_beside_another_thread_is_parsed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))

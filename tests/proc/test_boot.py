@@ -1,4 +1,4 @@
-"""Processes of ours end with the one that started them, also while they compute in C and keep the GIL."""
+"""Processes of cachetool end with the process that started them, even while they compute in C and hold the GIL."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[("main", True), ("main", False), ("thread", True), ("thread", False), ("forked", False)])
 def starter(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[int, int]]:
-    """Pids of a starter and of its child, which computes; the thread that started it has ended, if it may."""
+    """Return the pids of a starter and of its computing child. The thread that started the child has ended, if it
+    may.
+    """
     how, gives_back = request.param
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, how, str(gives_back)],
@@ -84,7 +86,7 @@ def starter(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[int,
 
 
 @pytest.mark.timeout(120)
-def test_a_child_that_computes_in_c_ends_with_its_starter_and_not_before(starter: tuple[int, int]) -> None:
+def test_a_child_that_computes_in_c_ends_with_its_parent_and_not_before(starter: tuple[int, int]) -> None:
     parent, child = starter
     handle = os.pidfd_open(child)
     os.kill(parent, signal.SIGKILL)
@@ -94,7 +96,7 @@ def test_a_child_that_computes_in_c_ends_with_its_starter_and_not_before(starter
 
 
 def ended(handle: int) -> bool:
-    """Whether a process ends; the time only bounds a hang."""
+    """Wait until a process ends. Return True if it did; the limit only ends a hang."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(60_000))

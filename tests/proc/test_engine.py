@@ -1,4 +1,4 @@
-"""The local engine: processes that are begun before their task is known."""
+"""The local engine: processes that are started before their task is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def children() -> set[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.usefixtures("real_processes")
-def test_a_process_begun_early_is_the_first_of_an_engine_and_ends_if_none_takes_it() -> None:
+def test_a_process_started_early_serves_the_first_task_and_ends_if_none_comes() -> None:
     before = children()
     with begun_early("cachetool.pull.worker"):
         early = children() - before
@@ -43,24 +43,25 @@ def heard(agent: Agent) -> dict[str, object]:
     return said
 
 
-def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_another_version_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(sys.argv, "0.0.9")
     agent.begin(1, "cachetool.pull.worker:draw", {}, "n7")
     said = heard(agent)
     assert said["error"] == "UsageError"
     assert said["message"] == (
-        f"node n7 has cachetool {cachetool.__version__}, the command is of 0.0.9; install the same version on both"
+        f"node n7 has cachetool {cachetool.__version__}, but this command is cachetool 0.0.9;"
+        " install the same version on both"
     )
 
 
-def test_a_task_whose_end_comes_before_its_beginning_does_not_begin() -> None:
+def test_a_task_that_is_ended_before_its_start_does_not_start() -> None:
     agent = Agent(sys.argv, cachetool.__version__)
     agent.end(1)
     agent.begin(1, "cachetool.pull.worker:draw", {}, "n7")
     assert heard(agent)["error"] == "Interrupted"
 
 
-def test_a_node_where_the_package_is_used_without_being_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_uses_the_package_without_installing_it_can_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -70,8 +71,10 @@ def test_a_node_where_the_package_is_used_without_being_installed_takes_part(mon
     assert "ModuleNotFoundError" in str(heard(agent)["message"])
 
 
-def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
-    """Its output ends with it: whoever reads it to the end does not wait for a process that was begun early."""
+def test_a_refused_pull_leaves_no_process(tmp_path: Path) -> None:
+    """The output of the pull ends with it: a program that reads the output does not wait for a process started
+    early.
+    """
     ran = subprocess.run(
         [sys.executable, "-m", "cachetool", "pull", "--no-such-option"], capture_output=True, text=True, timeout=60
     )
@@ -80,8 +83,8 @@ def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
     assert len(ran.stderr.splitlines()) == 2
 
 
-def test_work_that_missed_its_end_is_stopped_once_more() -> None:
-    """An exception that a signal raises may come where exceptions are ignored."""
+def test_work_that_missed_its_stop_signal_is_stopped_again() -> None:
+    """An exception raised by a signal may occur at a place where exceptions are ignored."""
     code = """if True:
         import time
         from cachetool.core import units

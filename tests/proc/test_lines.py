@@ -1,4 +1,4 @@
-"""Values and bytes over a pipe, however they are cut on their way."""
+"""Values and bytes over a pipe, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cachetool.proc.lines import Lines, ready, write_line
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """The reading and the writing end; tests may close the latter."""
+    """Return the reading and the writing end. Tests may close the writing end."""
     reading, writing = os.pipe()
     with open(reading, "rb"), open(writing, "wb", closefd=False):
         yield reading, writing
 
 
-def test_values_come_one_by_one_however_their_lines_are_cut(pipe: tuple[int, int]) -> None:
+def test_values_are_received_one_by_one_for_any_split_of_their_lines(pipe: tuple[int, int]) -> None:
     lines, sent = Lines(pipe[0]), b'{"a": 1}\n"\xc3\xa4"\n[2]\n'
     values = []
     for at in range(len(sent)):
@@ -33,7 +33,7 @@ def test_values_come_one_by_one_however_their_lines_are_cut(pipe: tuple[int, int
     assert lines.ended
 
 
-def test_blocks_of_bytes_come_behind_the_line_that_announces_them(pipe: tuple[int, int]) -> None:
+def test_blocks_of_bytes_follow_the_line_that_announces_them(pipe: tuple[int, int]) -> None:
     blocks = b"\n{}\n", bytes(range(256)) * 4000, b""
     writer = threading.Thread(target=write_line, args=(pipe[1], {"sizes": [len(block) for block in blocks]}, *blocks))
     writer.start()
@@ -48,7 +48,7 @@ def test_blocks_of_bytes_come_behind_the_line_that_announces_them(pipe: tuple[in
     assert lines.wait() == "after"
 
 
-def test_bytes_that_do_not_come_are_an_error_by_why(pipe: tuple[int, int]) -> None:
+def test_missing_bytes_are_an_error_with_the_cause(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"abc")
     lines, out = Lines(pipe[0]), bytearray(4)
     with pytest.raises(TimeoutError):
@@ -58,7 +58,7 @@ def test_bytes_that_do_not_come_are_an_error_by_why(pipe: tuple[int, int]) -> No
         lines.fill(memoryview(out), 60.0)
 
 
-def test_a_line_without_an_end_is_refused_where_the_other_side_is_not_trusted(pipe: tuple[int, int]) -> None:
+def test_an_endless_line_from_an_untrusted_process_is_refused(pipe: tuple[int, int]) -> None:
     lines = Lines(pipe[0], most=100)
     os.write(pipe[1], b" " * 100)
     lines.receive()
@@ -69,7 +69,7 @@ def test_a_line_without_an_end_is_refused_where_the_other_side_is_not_trusted(pi
         lines.next()
 
 
-def test_a_pipe_is_ready_when_something_came_and_when_it_ended(pipe: tuple[int, int]) -> None:
+def test_a_pipe_is_ready_when_bytes_arrived_and_when_it_ended(pipe: tuple[int, int]) -> None:
     assert ready(0, pipe[0]) == set()
     os.write(pipe[1], b"x")
     assert ready(None, pipe[0]) == {pipe[0]}

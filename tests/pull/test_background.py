@@ -1,4 +1,4 @@
-"""``BackgroundPull``: pulls beside a script of any shape, one puller a source, gone when its trainer is."""
+"""``BackgroundPull``: pulls beside any script, one pull process per source, which ends with its trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def until(holds: Callable[[], Any]) -> Any:
-    """What ``holds`` gives once that is true."""
+    """Wait until ``holds`` returns a true value, and return that value."""
     deadline = time.monotonic() + 60
     while not (found := holds()):
         assert time.monotonic() < deadline, "it did not come true in a minute"
@@ -41,7 +41,7 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the children of a process."""
+    """Return the pids of the children of a process."""
     with contextlib.suppress(OSError):
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
@@ -98,7 +98,7 @@ def keys(cache: CacheDir) -> list[str]:
     return [read_sample(cache, shard.id, at)["__key__"] for shard in cache.shards() for at in range(shard.samples)]
 
 
-def test_an_unguarded_script_trains_on_an_empty_cache_while_no_thread_of_it_pulls(start: Callable[..., Script]) -> None:
+def test_an_unguarded_script_trains_on_an_empty_cache_without_a_pull_thread(start: Callable[..., Script]) -> None:
     script = start()
 
     assert script.first["samples"] > 0
@@ -110,7 +110,7 @@ def test_an_unguarded_script_trains_on_an_empty_cache_while_no_thread_of_it_pull
     assert not [pid for pid in pullers if runs(pid)]
 
 
-def test_a_puller_that_must_be_killed_at_the_end_is_told_as_stopped(start: Callable[..., Script]) -> None:
+def test_a_pull_process_that_must_be_killed_at_the_end_is_reported_as_stopped(start: Callable[..., Script]) -> None:
     script = start()
     os.kill(script.first["pid"], signal.SIGSTOP)
 
@@ -136,7 +136,7 @@ def test_a_program_read_from_stdin_may_pull_too(digits: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["plain", "fork"])
-def test_a_killed_trainer_takes_its_puller_along_and_nothing_is_half_done(
+def test_the_pull_process_of_a_killed_trainer_ends_and_leaves_no_partial_work(
     what: str, start: Callable[..., Script], digits: Path, tmp_path: Path
 ) -> None:
     script = start(what)
@@ -155,8 +155,10 @@ def test_a_killed_trainer_takes_its_puller_along_and_nothing_is_half_done(
         assert cache.pull(str(digits), samples=10).samples == 10
 
 
-def test_the_pull_of_a_killed_trainer_evicts_nothing_of_the_epoch_that_is_to_be_resumed(tmp_path: Path) -> None:
-    """The lease dies with the trainer, and the pull notices its end up to seconds later: here, once it goes on."""
+def test_the_pull_of_a_killed_trainer_evicts_no_sample_of_the_interrupted_epoch(tmp_path: Path) -> None:
+    """The lease dies with the trainer, and the pull may notice that seconds later: here it notices when it
+    continues.
+    """
     source, root = tmp_path / "source", tmp_path / "cache"
     source.mkdir()
     for number in range(3000):
@@ -177,12 +179,12 @@ def test_the_pull_of_a_killed_trainer_evicts_nothing_of_the_epoch_that_is_to_be_
         with cachetool.open_cache(root) as cache:
             (puller,) = (pull["pid"] for pull in cache.stats().pulls)
             workers = until(lambda: children(puller))
-            until(lambda: cache.stats().pulls[0]["phase"] == "waiting for room")
-            os.kill(puller, signal.SIGSTOP)  # it tells its workers nothing
+            until(lambda: cache.stats().pulls[0]["phase"] == "waiting for space")
+            os.kill(puller, signal.SIGSTOP)  # it stops none of its workers
             script.kill()
             script.communicate()
             until(lambda: not cache.stats().leases)
-            time.sleep(2)  # nothing is to happen in two of the workers' looks for room
+            time.sleep(2)  # two checks for space by the workers must change nothing
             assert all(map(runs, workers))
             there = {shard.id for shard in cache.shards()}
             assert {row[0] for row in state["resume"]["parts"]} <= there
@@ -199,7 +201,7 @@ def test_the_pull_of_a_killed_trainer_evicts_nothing_of_the_epoch_that_is_to_be_
                 os.kill(puller, signal.SIGCONT)
 
 
-def test_a_second_process_waits_its_turn_and_takes_over(start: Callable[..., Script]) -> None:
+def test_a_second_process_waits_and_takes_over_the_pull(start: Callable[..., Script]) -> None:
     first, second = start(), start()
 
     assert second.first["pid"] == first.first["pid"]
@@ -208,7 +210,7 @@ def test_a_second_process_waits_its_turn_and_takes_over(start: Callable[..., Scr
     assert until(lambda: (state := second.ask())["pid"] != first.first["pid"] and state["phase"] == "pulling")
 
 
-def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_does(tmp_path: Path) -> None:
+def test_an_unusable_source_is_refused_at_the_start_as_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -230,7 +232,7 @@ def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_doe
 
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
-    """A folder in which all objects that are not looked at beforehand are junk."""
+    """Create a folder in which all objects that are not probed are junk."""
     from cachetool.core.permutation import Permutation
 
     folder = tmp_path / "bad"
@@ -244,7 +246,7 @@ def bad(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(
+def test_an_error_during_the_pull_is_raised_by_check_and_not_by_close(
     bad: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
@@ -265,16 +267,18 @@ def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(
         background.close()
     said = capfd.readouterr().err.splitlines()
     assert [line for line in said if line.startswith(f"warning: the background pull of {bad} ended: ")] == said[::2]
-    assert len(said) == 4  # what it is, and what to do, of each
+    assert len(said) == 4  # the kind of each problem, and its remedy
 
 
-def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits: Path, tmp_path: Path) -> None:
+def test_a_pull_into_a_full_cache_pauses_until_an_epoch_has_read_it_and_the_cap_holds(
+    digits: Path, tmp_path: Path
+) -> None:
     with (
         cachetool.open_cache(tmp_path / "cache", max_size="2MB") as cache,
         warnings.catch_warnings(action="error"),
         cachetool.BackgroundPull(cache, str(digits), shard_size="20kB", renew=0.3) as background,
     ):
-        until(lambda: background.progress().phase == "waiting for room")
+        until(lambda: background.progress().phase == "waiting for space")
         full = {shard.id for shard in cache.shards()}
         assert background.progress().evicted == 0
         with cache.snapshot(sparing=True) as first:
@@ -284,7 +288,7 @@ def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits
         with cache.snapshot() as snapshot:
             held = {shard.id for shard in snapshot.shards}
             assert full - shown <= held < full
-            # What the snapshot let go makes room for new samples; what it reads stays.
+            # Shards that the snapshot retired free space for new samples. Shards that the snapshot reads stay.
             until(lambda: {shard.id for shard in cache.shards()} - full)
             assert held <= set(os.listdir(cache.layout.shards))
         until(lambda: background.progress().pass_number > 1 or background.progress().evicted > len(full) / 2)
@@ -292,10 +296,10 @@ def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits
         assert background.error is None
 
 
-def test_a_store_that_is_gone_for_a_while_is_tried_again(
+def test_a_store_that_is_unreachable_for_a_while_is_tried_again(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop alone, with a store that is out of reach twice after it was reached."""
+    """The test runs the loop alone, with a store that becomes unreachable twice after it was reached."""
     outcomes = [cachetool.Unreachable("no answer"), cachetool.Unreachable("no answer yet"), None]
     told: list[str] = []
 
@@ -316,12 +320,13 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again(
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
         _ = cache.catalog
         module.follow(Channel(), root=str(cache.root), url=str(digits), options=PullOptions(follow=True).to_json())
-        assert told == ["list", "pull", "pulling", "pulling", "pulling"]  # the trainer hears no more once it has begun
+        # the trainer gets no more reports after it began
+        assert told == ["list", "pull", "pulling", "pulling", "pulling"]
         assert cache.stats().pulls == []
 
 
-def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path: Path) -> None:
-    """Ten bad objects, in claims of their own, are no more than are tolerated, however many passes there are."""
+def test_skipped_objects_are_fetched_once_more_and_then_the_pull_rests(tmp_path: Path) -> None:
+    """Ten bad objects, each in its own claim, stay within the tolerated share for any number of passes."""
     source = tmp_path / "source"
     source.mkdir()
     for number in range(97):
@@ -350,10 +355,10 @@ def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path:
         assert cache.stats().samples == 97
 
 
-def test_the_puller_ends_with_its_pull_although_the_catalog_cannot_be_read(
+def test_the_pull_process_ends_although_the_catalog_cannot_be_read(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As beside a process that was stopped in the middle of a transaction."""
+    """A process that was stopped in the middle of a transaction causes this."""
 
     def locked(pull: cachetool.BackgroundPull) -> None:
         raise CatalogError("catalog is locked by pid 1, which is stopped")

@@ -1,4 +1,4 @@
-"""Sources that grow: a refreshed listing keeps its numbers, and a pass over it repeats and loses nothing."""
+"""Growing sources: a refreshed listing keeps its numbers, and a pass over it neither repeats nor loses a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.servers import Moto
 
 STEM = Stem("first")
 Contents = Mapping[str, int]
-"""Key to size."""
+"""The size of each key."""
 
 
 def listed(folder: Path, contents: Contents) -> Listing:
@@ -39,7 +39,7 @@ def listed(folder: Path, contents: Contents) -> Listing:
 
 
 def units_of(listing: SegmentedListing) -> dict[int, frozenset[tuple[str, int]]]:
-    """Every unit that has not vanished: its number, and its objects."""
+    """Return every unit that has not vanished: its number, and its objects."""
     gone = set(listing.vanished.tolist())
     return {
         number: frozenset((item.key, item.size) for item in listing.unit(number))
@@ -54,9 +54,9 @@ NAMES = st.sampled_from(
 STORES = st.dictionaries(NAMES, st.integers(0, 2), min_size=1)
 
 
-@settings(max_examples=25)  # each writes and syncs some dozen files
+@settings(max_examples=25)  # each example writes and syncs some dozen files
 @given(history=st.lists(STORES, min_size=2, max_size=5))
-def test_after_each_refresh_a_listing_says_what_the_store_holds_and_no_number_means_another_thing(
+def test_after_each_refresh_a_listing_matches_the_store_and_no_number_changes_its_meaning(
     history: list[Contents], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("l")
@@ -86,7 +86,7 @@ def test_after_each_refresh_a_listing_says_what_the_store_holds_and_no_number_me
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9), turn=st.integers(0, 3))
-def test_a_further_segment_changes_nothing_of_the_order_before_it(sizes: list[int], seed: int, turn: int) -> None:
+def test_a_further_segment_does_not_change_the_order_before_it(sizes: list[int], seed: int, turn: int) -> None:
     ends = np.cumsum(sizes).tolist()
     whole = SegmentedOrder(ends[-1], seed=seed, pass_number=turn, segments=ends[:-1])[np.arange(ends[-1])]
     assert sorted(whole) == list(range(ends[-1]))
@@ -108,7 +108,7 @@ def drawn(cache: CacheDir) -> list[tuple[str, int]]:
     return [(sample["__key__"], int(sample["x"][1])) for sample in samples]
 
 
-def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_no_sample(tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     write(remote, range(200))
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -133,7 +133,8 @@ def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_nothing(tmp_path: P
         assert cache.catalog.rows("SELECT identity FROM sources")[0]["identity"] != ""
         assert shard.samples > 0
 
-        # The next pass is one order over all, without what is gone; it fetches what the cache has no more.
+        # The next pass is one order over all units that still exist. It fetches the samples that the cache no longer
+        # has.
         assert cache.pull(str(remote), samples=200).samples == 0
         cache.evict(cache.usage().total - 1)
         left = drawn(cache)
@@ -156,7 +157,7 @@ def touched(remote: Path) -> int:
 
 
 @pytest.mark.parametrize("change", [replaced, touched])
-def test_a_refresh_goes_on_where_no_object_is_left_as_it_was(change: Callable[[Path], int], tmp_path: Path) -> None:
+def test_a_refresh_works_although_every_object_has_changed(change: Callable[[Path], int], tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     write(remote, range(30))
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -166,22 +167,22 @@ def test_a_refresh_goes_on_where_no_object_is_left_as_it_was(change: Callable[[P
         assert (again.added, again.vanished, again.samples, again.pass_complete) == (count, 30, count, True)
         count = replaced(remote)
         cache.pull(str(remote), refresh=True, samples=5)
-        assert cache.pull(str(remote), all=True).samples == count - 5  # what is known has vanished, but for these
+        assert cache.pull(str(remote), all=True).samples == count - 5  # all known objects have vanished, except these
         assert cache.pull(str(remote), refresh=True, samples=5).reason == "source at its end"
 
 
-def test_what_is_left_behind_many_that_vanished_is_drawn(tmp_path: Path) -> None:
+def test_units_that_follow_many_vanished_ones_are_drawn(tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     write(remote, range(1, 1101))
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(str(remote), samples=5, order="sequential")
-        for number in range(1, 1081):  # more than are looked at first
+        for number in range(1, 1081):  # more than the first probe covers
             (remote / f"{number:04d}.x.npy").unlink()
         assert cache.pull(str(remote), samples=5, refresh=True).vanished == 1080
         assert cache.pull(str(remote), all=True).samples == 15
 
 
-def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
+def test_the_result_of_a_refresh_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
     from cachetool.cache.rebuild import rebuild
     from cachetool.check.own_files import contradiction
 
@@ -216,7 +217,7 @@ def test_sequential_order_is_the_order_of_names(tmp_path: Path) -> None:
 
 @pytest.fixture
 def s3(moto: Moto, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A bucket with 57 samples of two objects each, and one object that is no part of any."""
+    """Create a bucket with 57 samples of two objects each, and one object that belongs to no sample."""
     for name, value in moto.env.items():
         monkeypatch.setenv(name, value)
     bucket = f"early-{abs(hash(request.node.name)) % 10**9}"
@@ -237,7 +238,7 @@ def _npy(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
     return out.getvalue()
 
 
-def test_segments_end_behind_whole_samples_and_go_on_where_they_were_broken_off(s3: str, tmp_path: Path) -> None:
+def test_segments_end_after_complete_samples_and_continue_after_an_interruption(s3: str, tmp_path: Path) -> None:
     def segments(after: str | None, first: int, most: int) -> list[list[str]]:
         keys = []
         with EarlyListing(s3, SourceOptions(), size=25, after=after) as listing:
@@ -257,7 +258,7 @@ def test_segments_end_behind_whole_samples_and_go_on_where_they_were_broken_off(
     assert again + segments(last_key(tmp_path / "1-1"), 2, 99) == every
 
 
-def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped_in_its_listing(
+def test_a_pull_with_start_early_draws_all_samples_and_the_same_as_after_an_interrupted_listing(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "SEGMENT", 25)
@@ -275,7 +276,7 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         assert (row["units"], row["complete"], len(json.loads(row["segments"]))) == (57, 1, 4)
         assert len(os.listdir(cache.listing(cache.catalog.rows("SELECT id FROM sources")[0]["id"]))) > 4
     with api.open_cache(tmp_path / "b", max_size="20MB") as cache:
-        # A budget within the first segment is the same whatever comes behind it.
+        # A number of samples within the first segment draws the same samples, whatever follows that segment.
         first = cache.pull(s3, start_early=True, samples=9, seed=2, workers=1)
         assert first.samples == 9
         nine = keys(cache)
@@ -287,7 +288,7 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         assert sorted(keys(cache)) == sorted(nine)
 
 
-def test_starting_early_is_refused_where_names_come_in_no_order(digits: Path, tmp_path: Path) -> None:
+def test_start_early_is_refused_if_names_are_listed_in_no_order(digits: Path, tmp_path: Path) -> None:
     with (
         api.open_cache(tmp_path / "a", max_size="20MB") as cache,
         pytest.raises(cachetool.UsageError, match="--start-early needs a store that lists in the order"),

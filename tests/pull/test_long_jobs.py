@@ -1,4 +1,4 @@
-"""Pulls that take longer than their keys live, and stores that are slow: nothing gives up, and what came is kept."""
+"""Pulls that outlive their keys, and slow stores: no pull gives up, and the fetched samples are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.temporary_keys import Keys, answer_s3, key_of, number_of
 
 
 def until(holds: Callable[[], Any]) -> Any:
-    """What ``holds`` gives once that is true."""
+    """Wait until ``holds`` returns a true value, and return that value."""
     deadline = time.monotonic() + 60
     while not (found := holds()):
         assert time.monotonic() < deadline, "it did not come true in a minute"
@@ -35,18 +35,18 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 class Bucket:
-    """A bucket on a server of its own, whose keys run out."""
+    """A bucket on its own server, whose keys expire."""
 
     def __init__(self, count: int, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.keys = count, keys
         self.valid = {"OLD"}
         self.asked: Counter[int] = Counter()
-        """Requests that were answered with an object."""
+        """Number of requests for each object that were answered with it."""
         self.refused = 0
         self.at: dict[int, Callable[[], None]] = {}
-        """What to do before the answer with this number, from 1."""
+        """Functions to call before the answer with this number, from 1."""
         self.gate = threading.Event()
-        """Holds the answers from :attr:`most` on back."""
+        """An event that holds back the answers from :attr:`most` on."""
         self.most = sys.maxsize
         self._lock = threading.Lock()
         for name, value in keys.env.items():
@@ -69,7 +69,7 @@ class Bucket:
         answer_s3(handler, self.count, accepts=lambda key: good)
 
     def expire(self, new: str = "NEW", *, write: bool = True) -> None:
-        """The keys so far are refused from now on; the file has others if ``write``."""
+        """Refuse the current keys from now on. Write other keys into the file if ``write``."""
         self.valid = {new}
         if write:
             self.keys.write(new)
@@ -77,7 +77,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """One with 300 objects."""
+    """Return a bucket with 300 objects."""
     found = Bucket(300, Keys(tmp_path / "keys"), monkeypatch)
     with scripted_server(found.script) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -92,7 +92,7 @@ def cache(tmp_path: Path) -> Iterator[cachetool.Cache]:
 
 
 def held(cache: cachetool.Cache) -> list[str]:
-    """The keys of all samples, each once, read back by the libraries of the formats."""
+    """Return the keys of all samples, each once, read by the formats' own libraries."""
     found: list[str] = []
     for shard in cache.shards():
         kind = get_format(shard.format)
@@ -103,8 +103,8 @@ def held(cache: cachetool.Cache) -> list[str]:
     return sorted(found)
 
 
-def test_a_pull_goes_on_with_new_keys_and_asks_for_each_object_once(bucket: Bucket, cache: cachetool.Cache) -> None:
-    """Those looked at for the schema among them, which another process fetched."""
+def test_a_pull_continues_with_new_keys_and_requests_each_object_once(bucket: Bucket, cache: cachetool.Cache) -> None:
+    """Including the probed objects, which another process fetched."""
     bucket.at = {150: bucket.expire, 220: lambda: bucket.expire("NEWER")}
     result = cache.pull("s3://b/d/", all=True, workers=2, concurrency=4)
 
@@ -114,11 +114,11 @@ def test_a_pull_goes_on_with_new_keys_and_asks_for_each_object_once(bucket: Buck
     assert len(bucket.asked) == 300
 
 
-def test_a_pull_whose_keys_are_not_renewed_says_so_and_keeps_all_that_came(
+def test_a_pull_whose_keys_are_not_renewed_reports_it_and_keeps_all_fetched_samples(
     bucket: Bucket, cache: cachetool.Cache
 ) -> None:
     bucket.at = {200: lambda: bucket.expire(write=False)}
-    with pytest.raises(cachetool.AccessDenied, match=r"run out.*; renew them") as caught:
+    with pytest.raises(cachetool.AccessDenied, match=r"expired.*; renew them") as caught:
         cache.pull("s3://b/d/", all=True, workers=1, concurrency=4)
 
     assert "\n" not in str(caught.value)
@@ -130,8 +130,8 @@ def test_a_pull_whose_keys_are_not_renewed_says_so_and_keeps_all_that_came(
     assert cache.pull("s3://b/d/").reason == "source at its end"
 
 
-def test_draws_that_stayed_open_between_others_are_known_without_the_catalog(bucket: Bucket, tmp_path: Path) -> None:
-    """What came out of order is kept, so that a shard may lack draws in its middle."""
+def test_open_draws_between_finished_ones_are_known_after_a_rebuild(bucket: Bucket, tmp_path: Path) -> None:
+    """Objects that arrive out of order are kept, so a shard may lack draws in its middle."""
     bucket.at = {200: lambda: bucket.expire(write=False)}
     root = tmp_path / "cache"
     with cachetool.open_cache(root, max_size="20MB") as cache:
@@ -157,7 +157,7 @@ def test_a_background_pull_waits_for_new_keys_and_forgets_its_error(bucket: Buck
         until(lambda: cache.stats().samples == bucket.asked.total())
         (told,) = [event["text"] for event in cache.stats().errors]
         assert "ExpiredToken" in told
-        bucket.keys.path.write_text("")  # who renews it may begin with an empty one
+        bucket.keys.path.write_text("")  # a renewal may begin with an empty file
         bucket.keys.write("NEW")
         until(lambda: cache.stats().samples == 300)
         until(lambda: pull.error is None)
@@ -165,7 +165,7 @@ def test_a_background_pull_waits_for_new_keys_and_forgets_its_error(bucket: Buck
     assert len(held(cache)) == 300
 
 
-def test_a_pull_that_follows_waits_for_new_keys_and_says_so_once(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_pull_with_follow_waits_for_new_keys_and_reports_it_once(bucket: Bucket, tmp_path: Path) -> None:
     bucket.at = {120: lambda: bucket.expire(write=False)}
     command = ["pull", "s3://b/d/", "--follow", "--cache", tmp_path / "c", "--max-size", "20MB", "--workers", "1"]
     with subprocess.Popen(
@@ -184,7 +184,7 @@ def test_a_pull_that_follows_waits_for_new_keys_and_says_so_once(bucket: Bucket,
     assert "warning" not in rest
 
 
-def test_a_pull_that_is_stopped_keeps_what_came(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_stopped_pull_keeps_the_fetched_samples(bucket: Bucket, tmp_path: Path) -> None:
     bucket.most = 150
     command = ["pull", "s3://b/d/", "--all", "--cache", tmp_path / "c", "--max-size", "20MB", "--workers", "1"]
     with subprocess.Popen([sys.executable, "-m", "cachetool", *map(str, command)], stderr=subprocess.PIPE) as process:
@@ -199,10 +199,12 @@ def test_a_pull_that_is_stopped_keeps_what_came(bucket: Bucket, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("to", ["lmdb", "zarr"])
-def test_a_slow_store_gives_its_first_shard_before_it_is_full(bucket: Bucket, cache: cachetool.Cache, to: str) -> None:
+def test_the_first_shard_of_a_slow_store_is_committed_before_it_is_full(
+    bucket: Bucket, cache: cachetool.Cache, to: str
+) -> None:
     bucket.most = 100
     with cachetool.BackgroundPull(cache, "s3://b/d/", workers=1, to=to, first_shard_after=0.1) as pull:
-        until(lambda: cache.stats().samples >= 64)  # while the store holds the others back
+        until(lambda: cache.stats().samples >= 64)  # while the store holds back the other objects
         first = cache.shards()[0].samples
         assert not bucket.gate.is_set()
         bucket.gate.set()
@@ -222,7 +224,7 @@ def test_without_the_option_a_shard_closes_when_it_is_full(bucket: Bucket, cache
         PullOptions(first_shard_after="soon")
 
 
-def test_files_of_many_samples_give_a_first_shard_too(tmp_path: Path, cache: cachetool.Cache) -> None:
+def test_files_of_many_samples_also_have_an_early_first_shard(tmp_path: Path, cache: cachetool.Cache) -> None:
     import h5py
     import numpy as np
 
@@ -232,7 +234,7 @@ def test_files_of_many_samples_give_a_first_shard_too(tmp_path: Path, cache: cac
     gate, large = threading.Event(), threading.Semaphore(20)
 
     def slow(handler: Scripted) -> None:
-        """All but the first parts wait."""
+        """Hold back all answers except the first parts."""
         first, _, last = handler.headers.get("Range", "bytes=0-0").removeprefix("bytes=").partition("-")
         rows = (int(last) - int(first) + 1) % 16_000 == 0
         if rows and not large.acquire(blocking=False) and not gate.wait(60):
@@ -253,7 +255,7 @@ def test_files_of_many_samples_give_a_first_shard_too(tmp_path: Path, cache: cac
     assert len(held(cache)) == 500
 
 
-def test_what_is_looked_at_is_kept_once_and_only_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_objects_are_kept_once_and_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cachetool.sources.looked.MOST", 25)
     files = tmp_path / "files"
     files.mkdir()

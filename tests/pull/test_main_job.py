@@ -1,4 +1,4 @@
-"""The main job end to end, as typed, against a real S3 server: pull, convert, evict, and everything that goes wrong."""
+"""The main job end to end on the command line, against a real S3 server: pull, convert, evict, and every error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PYTHON = sys.executable
 
 
 class Ran:
-    """A finished command."""
+    """The result of a command."""
 
     def __init__(self, args: tuple[str | Path, ...], env: Mapping[str, str]) -> None:
         began = time.monotonic()
@@ -42,7 +42,7 @@ class Ran:
         return json.loads(self.stdout)
 
     def refused(self, code: int) -> str:
-        """The message of an error with this exit code: at most two lines, no traceback."""
+        """Return the message of an error with this exit code. Check that it has at most two lines and no traceback."""
         assert self.code == code, f"{self.code}: {self.stderr}{self.stdout}"
         assert "Traceback" not in self.stderr
         lines = [
@@ -53,7 +53,7 @@ class Ran:
 
 
 def raw_samples(cache: Path) -> Iterator[dict[str, Any]]:
-    """Every sample of a cache of LMDB shards, read by py-lmdb alone, the schema out of the file itself."""
+    """Return every sample of a cache of LMDB shards, read by py-lmdb alone, with the schema from the file itself."""
     for shard in sorted((cache / "shards").iterdir()):
         with lmdb.open(str(shard / "data.lmdb"), subdir=False, readonly=True, lock=False) as env, env.begin() as txn:
             layout = ValueLayout(Schema.from_json(json.loads(txn.get(b"__schema__"))))
@@ -66,7 +66,7 @@ def keys(cache: Path) -> list[str]:
 
 
 def tree_hash(root: Path) -> str:
-    """Over the names and bytes of everything under ``root``, wherever it is missing too."""
+    """Return a hash over the names and bytes of all files under ``root``, which may be missing."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")) if root.exists() else []:
         digest.update(str(path.relative_to(root)).encode() + (path.read_bytes() if path.is_file() else b"/"))
@@ -78,7 +78,7 @@ def du(root: Path, *how: str) -> int:
     return int(out.split()[0])
 
 
-def test_a_seeded_pull_draws_distinct_equal_and_repeatable_samples(
+def test_a_seeded_pull_draws_distinct_unchanged_and_repeatable_samples(
     digits: Path, s3_env: dict[str, str], tmp_path: Path
 ) -> None:
     args = ("pull", "s3://digits/train/", "--samples", "500", "--seed", "7", "--to", "lmdb", "--max-size", "64MB")
@@ -150,7 +150,7 @@ def by_lmdb(cache: Path) -> dict[str, Any]:
     return {s["__key__"]: [s["npy"].ravel().tolist(), int(s["label"])] for s in raw_samples(cache)}
 
 
-@pytest.mark.timeout(900)  # TensorFlow, from a disk that is busy with it for the first time, took 220 seconds
+@pytest.mark.timeout(900)  # importing TensorFlow for the first time from a busy disk took 220 seconds
 def test_every_format_is_read_back_equal_by_its_own_library(
     digits: Path, s3_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ def test_every_format_is_read_back_equal_by_its_own_library(
     assert len(digests) == 1
 
 
-def test_evict_holds_on_the_disk_and_stats_say_what_is_there(s3_env: dict[str, str], tmp_path: Path) -> None:
+def test_evict_frees_space_on_the_disk_and_stats_match_the_disk(s3_env: dict[str, str], tmp_path: Path) -> None:
     root = tmp_path / "c"
     cache = ("--cache", root)
     pull = ("pull", "s3://digits/train/", "--samples", "900", "--shard-size", "50kB", "--workers", "1")
@@ -301,7 +301,7 @@ def s3_url() -> str:
     return "s3://digits/train/"
 
 
-def test_a_host_that_never_answers_is_given_up_within_30_seconds(tmp_path: Path) -> None:
+def test_a_host_that_never_answers_is_an_error_within_30_seconds(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
@@ -347,7 +347,7 @@ def test_a_file_and_a_newer_cache_are_refused(filled: Path, digits: Path, tmp_pa
     assert tree_hash(filled) == before
 
 
-def test_a_second_pull_makes_the_same_fields_without_being_told_again(digits: Path, tmp_path: Path) -> None:
+def test_a_second_pull_has_the_same_fields_without_repeated_options(digits: Path, tmp_path: Path) -> None:
     cache = ("--cache", tmp_path / "c", "--json")
     first = ("--rename", "npy=digit", "--fields", "digit", "--max-size", "20MB")
     assert Ran(("pull", digits, "--samples", "20", *first, *cache), {}).document["samples"] == 20
@@ -360,7 +360,7 @@ def test_an_empty_source_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_one_place_is_one_source_however_it_is_spelled(digits: Path, tmp_path: Path) -> None:
+def test_one_place_is_one_source_in_every_spelling(digits: Path, tmp_path: Path) -> None:
     cache = ("--cache", tmp_path / "c", "--samples", "40", "--max-size", "20MB", "--json")
     for spelling in (str(digits), f"{digits}/", f"file://{digits}", os.path.relpath(digits)):
         assert Ran(("pull", spelling, *cache), {}).document["samples"] == 40
@@ -371,14 +371,14 @@ def test_one_place_is_one_source_however_it_is_spelled(digits: Path, tmp_path: P
     assert stats["sources"][0]["fetched"] > 160 * 512
 
 
-def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
+def test_a_pull_without_samples_leaves_no_dataset(tmp_path: Path) -> None:
     def pull() -> None:
         source = folder(
             tmp_path / f"{time.monotonic_ns()}", **{f"{number:03d}__npy": npy(np.zeros(3)) for number in range(20)}
         )
 
         def looked(step: Progress) -> None:
-            if step.phase == "pull":  # all goes between the look and the first draw
+            if step.phase == "pull":  # all objects disappear between the probe and the first draw
                 for path in source.iterdir():
                     path.unlink()
 
@@ -388,7 +388,7 @@ def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
     pull()
     assert not (tmp_path / "c").exists()
 
-    (tmp_path / "c").mkdir()  # a folder that was there stays
+    (tmp_path / "c").mkdir()  # a folder that existed before stays
     pull()
     stats = Ran(("stats", "--cache", tmp_path / "c", "--json"), {}).document
 
@@ -400,7 +400,7 @@ def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
     [
         (("--samples", "9" * 20), "below 2**63"),
         (("--seed", "9" * 20), "below 2**63"),
-        (("--rename", "nyp=volume"), "no field 'nyp'"),
+        (("--rename", "nyp=volume"), "unknown field 'nyp'"),
     ],
 )
 def test_impossible_options_are_named(digits: Path, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
@@ -410,7 +410,7 @@ def test_impossible_options_are_named(digits: Path, tmp_path: Path, args: tuple[
     assert not (tmp_path / "c").exists()
 
 
-def test_a_cache_that_cannot_be_made_is_named(digits: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_created_is_named(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("dangling", "loop"):

@@ -1,4 +1,4 @@
-"""Further passes over a source: no sample is in the cache twice, none is fetched that is there, none is lost."""
+"""Further passes over a source: no sample is in the cache twice, no cached sample is fetched, and none is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keys(cache: cachetool.Cache) -> Counter[str]:
 
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 9), wanted=st.integers(1, 40), data=st.data())
-def test_a_claim_brings_as_many_draws_as_asked_for_and_no_more_ranges_than_are_kept(
+def test_a_claim_has_the_requested_draws_within_the_limit_of_ranges(
     count: int, seed: int, wanted: int, data: st.DataObject
 ) -> None:
     order = SegmentedOrder(count, seed=seed)
@@ -53,8 +53,8 @@ def test_a_claim_brings_as_many_draws_as_asked_for_and_no_more_ranges_than_are_k
         assert flags.sum() == min(wanted, count - start) or stop == count
 
 
-def test_a_claim_of_a_pass_looks_into_no_shard_of_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it costs the same however many there are."""
+def test_a_claim_of_a_pass_reads_no_shard_of_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a claim therefore does not depend on the number of shards."""
     remote = tmp_path / "remote"
     write(remote, range(40))
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -70,8 +70,8 @@ def test_a_claim_of_a_pass_looks_into_no_shard_of_that_pass(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_passes_into_a_small_cache_bring_every_sample_and_none_twice(workers: int, tmp_path: Path) -> None:
-    """Pulls of a few samples, evictions of any shards between them, over many passes."""
+def test_passes_into_a_small_cache_draw_every_sample_and_none_twice(workers: int, tmp_path: Path) -> None:
+    """Pulls of a few samples alternate with evictions of any shards, over many passes."""
     remote = tmp_path / "remote"
     write(remote, range(40))
     rng = random.Random(workers)
@@ -110,7 +110,7 @@ def test_passes_into_a_small_cache_bring_every_sample_and_none_twice(workers: in
         assert left.keys() <= keys(cache).keys()
 
 
-def test_a_background_pull_rests_when_all_is_in_the_cache_and_fetches_what_leaves(tmp_path: Path) -> None:
+def test_a_background_pull_rests_with_a_complete_cache_and_fetches_evicted_samples(tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     write(remote, range(30))
     with (
@@ -120,7 +120,7 @@ def test_a_background_pull_rests_when_all_is_in_the_cache_and_fetches_what_leave
         until(lambda: background.progress().phase == "all is in the cache")
         assert keys(cache) == Counter(f"{n:04d}" for n in range(30))
         assert background.progress().samples == 30
-        with contextlib.suppress(CapBlocked):  # what goes may be there again before all is counted
+        with contextlib.suppress(CapBlocked):  # evicted samples may be fetched again before all are counted
             cache.evict(cache.usage().total - 1)
         until(lambda: cache.stats().samples == 30)
         assert keys(cache) == Counter(f"{n:04d}" for n in range(30))

@@ -1,4 +1,4 @@
-"""One listing for all nodes: who comes first lists, all others wait for it and copy."""
+"""One listing for all nodes: the first node lists, all others wait for its listing and copy it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def server() -> Iterator[tuple[dict[str, str], Http]]:
         yield pair
 
 
-def test_of_nodes_that_begin_together_one_lists(tmp_path: Path, server: tuple[dict[str, str], Http]) -> None:
+def test_one_of_several_simultaneous_nodes_lists_the_source(
+    tmp_path: Path, server: tuple[dict[str, str], Http]
+) -> None:
     env, state = server
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -64,7 +66,7 @@ def test_of_nodes_that_begin_together_one_lists(tmp_path: Path, server: tuple[di
     assert lists(state) == 2 * PAGES
 
 
-def test_a_refresh_takes_all_newer_listings_and_lists_nothing(tmp_path: Path) -> None:
+def test_a_refresh_copies_all_newer_listings_without_listing_itself(tmp_path: Path) -> None:
     source, shared = tmp_path / "source", tmp_path / "shared"
     shared.mkdir()
     options = {"listing": shared, "all": True}
@@ -75,7 +77,7 @@ def test_a_refresh_takes_all_newer_listings_and_lists_nothing(tmp_path: Path) ->
         write(source, range(more - 10, more))
         first = pulled(tmp_path / "0", source, part="0/2", refresh=True, **options)
         assert first.added == 10
-    write(source, range(40, 50))  # nobody listed these yet
+    write(source, range(40, 50))  # no node has listed these yet
     (source / "0003.npy").unlink()
     second = pulled(tmp_path / "1", source, part="1/2", refresh=True, **options)
     assert (second.added, second.vanished) == (30, 0)
@@ -92,8 +94,8 @@ def listing(folder: Path, count: int) -> Listing:
     return write_listing(folder, [[Object(f"{at}.bin", 1) for at in range(count)]], stem=Stem("first"), url="u")
 
 
-def test_what_no_catalog_has_is_given_to_nobody(tmp_path: Path) -> None:
-    """A segment whose transaction did not end lies in the folder, and is no part of the listing."""
+def test_a_segment_that_no_catalog_has_is_not_shared(tmp_path: Path) -> None:
+    """A segment of an unfinished transaction lies in the folder and is not part of the listing."""
     listing(tmp_path / "own", 10)
     old = SegmentedListing.open(tmp_path / "own")
     write_changes(tmp_path / "own" / segment_name(1), old, listing(tmp_path / "fresh", 15))
@@ -119,7 +121,9 @@ def test_copies_of_killed_processes_are_deleted_after_a_day(tmp_path: Path) -> N
     assert fetch(tmp_path / "source", tmp_path / "copy")
 
 
-def test_who_waits_for_a_turn_knows_whether_others_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_node_learns_whether_another_node_listed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_listing, "_POLL", (0.01, 0.02))
     waiting = threading.Event()
     answers = []
@@ -141,7 +145,7 @@ def test_who_waits_for_a_turn_knows_whether_others_looked(tmp_path: Path, monkey
     assert answers == [True, False]
 
 
-def test_without_locks_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_node_waits_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -150,6 +154,6 @@ def test_without_locks_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not turn.others_looked
 
 
-def test_a_url_is_no_folder_of_listings() -> None:
+def test_a_url_is_refused_as_the_folder_of_listings() -> None:
     with pytest.raises(UsageError, match=r"--listing 's3://b/l' is a URL; name a folder that all nodes see$"):
         PullOptions(listing="s3://b/l")

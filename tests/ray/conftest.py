@@ -1,4 +1,4 @@
-"""One cluster of three nodes, which costs half a minute, for all modules of tests that lose no node."""
+"""One cluster of three nodes, whose start costs half a minute, for all test modules that lose no node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ray.nodes import Nodes
 
 @pytest.fixture(scope="session")
 def started() -> Iterator[list[Nodes]]:
-    """The cluster of the module before, if there is any."""
+    """Return the cluster of the previous module, if there is one."""
     found: list[Nodes] = []
     yield found
     for nodes in found:
@@ -28,7 +28,7 @@ def started() -> Iterator[list[Nodes]]:
 
 @pytest.fixture(scope="module")
 def cluster(started: list[Nodes]) -> Nodes:
-    """Three nodes on this machine: a (the head, where the driver is), b and c. Each test finds all of them."""
+    """Return three nodes on this machine: a (the head, where the driver runs), b and c. Each test finds all of them."""
     if started and started[0].lost:
         started.pop().stop()
     if not started:
@@ -38,7 +38,7 @@ def cluster(started: list[Nodes]) -> Nodes:
 
 @pytest.fixture(scope="module")
 def joined(cluster: Nodes) -> Iterator[str]:
-    """This process is a driver on node a; gives the address. Commands within it need not connect again."""
+    """Make this process a driver on node a and return the address. Commands in this process need not connect again."""
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="cachetool")
     yield cluster.address
     ray.shutdown()
@@ -46,7 +46,7 @@ def joined(cluster: Nodes) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def engine(joined: str) -> Iterator[RayEngine]:
-    """Connected for all tests of a module, with its agents on the nodes."""
+    """Connect for all tests of a module, with agents on the nodes."""
     with engines.connect(joined) as made:
         yield made
 
@@ -55,7 +55,7 @@ def engine(joined: str) -> Iterator[RayEngine]:
 def command(
     joined: str, engine: RayEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Ran]]:
-    """Run a command ``--on ray`` within this process; it finds agents of an earlier one instead of starting some."""
+    """Run a command ``--on ray`` in this process. It uses existing agents instead of starting some."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(engines, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
 

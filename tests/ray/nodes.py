@@ -1,4 +1,4 @@
-"""A cluster of Ray on this machine whose nodes are called a, b and c; the driver is on a."""
+"""A Ray cluster on this machine whose nodes are named a, b and c; the driver runs on a."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Nodes:
-    """The cluster; nodes can be killed and come back."""
+    """A cluster whose nodes can be killed and can return."""
 
     def __init__(self) -> None:
         for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
@@ -33,7 +33,7 @@ class Nodes:
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         self.lost = False
-        """Whether a node was ever killed, of which Ray tells every driver that comes later, on its stdout."""
+        """True if a node was ever killed. Ray reports that on the stdout of every later driver."""
         for name in NAMES:
             self.start(name)
 
@@ -46,19 +46,19 @@ class Nodes:
         return sorted(self._nodes)
 
     def start(self, name: str) -> None:
-        """Add a node, or bring it back."""
+        """Add a node, or restart it."""
         self._nodes[name] = self._cluster.add_node(
             node_name=name, num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False
         )
 
     def kill(self, name: str) -> None:
-        """As a machine that is switched off; but never a, where the driver is."""
+        """Kill a node as if its machine were switched off; never a, where the driver runs."""
         assert name != "a"
         self.lost = True
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def revive(self) -> None:
-        """All three, whatever a test left."""
+        """Restart all nodes that a test killed."""
         for name in NAMES:
             if name not in self._nodes:
                 self.start(name)
@@ -68,7 +68,7 @@ class Nodes:
 
 
 def keys(cache: CacheDir) -> list[str]:
-    """The key of every sample in a cache."""
+    """Return the key of every sample in a cache."""
     found: list[str] = []
     for shard in cache.shards():
         with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
@@ -78,7 +78,7 @@ def keys(cache: CacheDir) -> list[str]:
 
 
 def keys_at(root: Path) -> list[str]:
-    """As :func:`keys`; none where no cache is."""
+    """Return the same as :func:`keys`, or no keys if no cache exists."""
     if not (root / "cachetool.json").exists():
         return []
     with cachetool.open_cache(root, create=False) as cache:
@@ -86,7 +86,7 @@ def keys_at(root: Path) -> list[str]:
 
 
 def committed(root: Path) -> int:
-    """Samples that lie in a cache now."""
+    """Return the number of samples in a cache."""
     if not (root / "cachetool.json").exists():
         return 0
     with CacheDir(root) as cache:
@@ -94,7 +94,7 @@ def committed(root: Path) -> int:
 
 
 def until(true: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait for something that another process does."""
+    """Wait for an action of another process."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never happened"
@@ -102,7 +102,7 @@ def until(true: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 def write_numbers(folder: Path, count: int) -> Path:
-    """``count`` samples of 64 bytes each."""
+    """Write ``count`` samples of 64 bytes each."""
     folder.mkdir(parents=True)
     for number in range(count):
         np.save(folder / f"{number:05d}.x.npy", np.full(16, number, dtype=np.float32))
@@ -110,6 +110,6 @@ def write_numbers(folder: Path, count: int) -> Path:
 
 
 def command(source: Path, cache: Path | str, address: str, *more: str) -> list[str]:
-    """A pull over the nodes, as words of a shell."""
+    """Return the shell words of a pull over the nodes."""
     words = [sys.executable, "-m", "cachetool", "pull", str(source), "--cache", str(cache), "--on", "ray"]
     return [*words, "--address", address, *more]

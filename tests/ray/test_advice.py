@@ -1,4 +1,4 @@
-"""What messages of commands on several nodes advise is done, and works."""
+"""The advice of messages of commands on several nodes is followed, and works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def advised(command: Command, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Runs what a message advises, word by word, with values for names such as SOURCE."""
+    """Return a function that runs the advice of a message, word by word, with values for names such as SOURCE."""
 
     def run(said: str, **values: object) -> None:
         line = ADVISED.findall(said)[-1]
@@ -39,7 +39,7 @@ def advised(command: Command, capfd: pytest.CaptureFixture[str]) -> Callable[...
     return run
 
 
-def test_caches_that_are_not_there_are_filled(command: Command, advised: Callable[..., None], source: Path) -> None:
+def test_missing_caches_are_filled(command: Command, advised: Callable[..., None], source: Path) -> None:
     cache = source.parent / "caches/{node}"
     none = command("stats", "--cache", cache)
     advised(none.error, SOURCE=source)

@@ -1,4 +1,6 @@
-"""``convert --on ray``: what the nodes write together is what one machine writes, and each converts its own cache."""
+"""``convert --on ray``: the nodes together write the same files as one machine, and each node converts its own
+cache.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ Command = Callable[..., Ran]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of 600 rows of 1,200 bytes."""
+    """Write a file of 600 rows of 1,200 bytes."""
     path = tmp_path_factory.mktemp("input") / "rows.npy"
     np.save(path, np.arange(600 * 300, dtype=np.float32).reshape(600, 300))
     return path
 
 
-def test_all_nodes_write_the_files_that_one_machine_writes(command: Command, rows: Path, tmp_path: Path) -> None:
+def test_all_nodes_together_write_the_same_files_as_one_machine(command: Command, rows: Path, tmp_path: Path) -> None:
     local = cachetool.convert(rows, to="zarr", out=tmp_path / "local", shard_size="100KB")
 
     ran = command(
@@ -88,10 +90,10 @@ def test_each_node_converts_its_own_cache(command: Command, tmp_path: Path) -> N
     [
         (["rows.npy"], "name a folder that all nodes see with --out"),
         (["--out", "one"], "name one for each node: --out one/{node}"),
-        (["none.npy", "--out", "out"], "there is no none.npy"),
+        (["none.npy", "--out", "out"], "none.npy does not exist"),
     ],
 )
-def test_what_cannot_be_done_on_nodes_is_refused(
+def test_options_that_do_not_work_on_nodes_are_refused(
     command: Command, rows: Path, line: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(rows.parent)
@@ -102,17 +104,17 @@ def test_what_cannot_be_done_on_nodes_is_refused(
     assert said in refused.error
 
 
-def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path, rows: Path) -> None:
+def test_a_node_without_access_to_the_folder_is_named(tmp_path: Path, rows: Path) -> None:
     work = WorkFolder.make(tmp_path, ".out.partial-", "out")
     arguments = {"folder": str(work.path), "to": "zarr", "compression": None, "verify": False}
     described = {"description": {"kind": "files", "path": str(rows), "options": {}}, "todo": []}
 
-    with pytest.raises(UsageError, match=r"does not see the folder .*; name an --out that lies under the same name"):
+    with pytest.raises(UsageError, match=r"does not see .*; choose an --out"):
         LocalEngine().run(
             [Task("cachetool.conversion.to_files:write_parts", {**arguments, "token": "0" * 32, **described})]
         )
     described["description"]["path"] = str(tmp_path / "none.npy")
-    with pytest.raises(UsageError, match=r"has no .*none\.npy; name an INPUT that every node sees"):
+    with pytest.raises(UsageError, match=r"has no .*none\.npy; choose an INPUT that every node can read"):
         LocalEngine().run(
             [Task("cachetool.conversion.to_files:write_parts", {**arguments, "token": work.token, **described})]
         )
@@ -121,7 +123,7 @@ def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path, rows: Path)
 def test_parts_of_a_lost_node_are_written_by_others(
     engine: RayEngine, cluster: Nodes, rows: Path, tmp_path: Path
 ) -> None:
-    """The node goes while the parts are written: the same files, and none of it twice or half."""
+    """The node is lost while parts are written. The files are the same, and no part is written twice or partially."""
     local = cachetool.convert(rows, to="hdf5", out=tmp_path / "local", shard_size="20KB")
     at: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A pull over three nodes in which nodes and the command die at any moment, and come back.
+"""A pull over three nodes while nodes and the command die at any moment and return.
 
 The short forms are in ``test_pull.py``; here all of it happens to one pass, round after round.
 """
@@ -26,7 +26,7 @@ def all_committed(folder: Path) -> int:
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("rounds", [3])
-def test_every_sample_is_on_exactly_one_living_node_whatever_died(
+def test_every_sample_is_on_exactly_one_living_node_after_any_deaths(
     rounds: int, tmp_path: Path, cluster: Nodes, record_property: Callable[[str, object], None]
 ) -> None:
     source = write_numbers(tmp_path / "source", COUNT)
@@ -69,7 +69,7 @@ def test_every_sample_is_on_exactly_one_living_node_whatever_died(
         _, error = process.communicate()
         assert process.returncode == 0, error
         away = [name for name in NAMES if name not in cluster.living]
-        if not away:  # one that came when all was drawn tells now what it has
+        if not away:  # a node that returned after everything was drawn reports its samples now
             again = start()
             _, error = again.communicate()
             assert again.returncode == 0, error

@@ -1,4 +1,4 @@
-"""``stats``, ``evict`` and ``verify`` of the caches of three nodes: a row a node, and their sum."""
+"""``stats``, ``evict`` and ``verify`` of the caches of three nodes: one row per node, and their sum."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.loaders.numbered import put
 Command = Callable[..., Ran]
 
 SHARDS = {"a": 3, "b": 2, "c": 1}
-"""Of each node, ten samples in each; no number is in two of them."""
+"""Shards of each node, with ten samples each. No sample is on two nodes."""
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for each node, not to be changed."""
+    """Create a cache for each node. Tests must not change them."""
     folder, number = tmp_path_factory.mktemp("filled"), 0
     for node, shards in SHARDS.items():
         with open_cache(folder / node, max_size="8MB") as cache:
@@ -34,7 +34,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def caches(filled: Path, tmp_path: Path) -> Iterator[Path]:
-    """Copies of them, whose places are ``caches/{node}``."""
+    """Copy the caches. Their path is ``caches/{node}``."""
     shutil.copytree(filled, tmp_path / "caches")
     return tmp_path / "caches"
 
@@ -73,7 +73,8 @@ def test_a_node_without_a_cache_has_no_row(command: Command, caches: Path) -> No
     none = command("stats", "--cache", f"{caches}/none/{{node}}")
     assert none.code == 2
     assert (
-        f"no node has a cache at {caches}/none/{{node}} (nodes: a, b, c); fill them with: cachetool pull" in none.error
+        f"no node has a cache at {caches}/none/{{node}} (nodes: a, b, c); fill their caches with: cachetool pull"
+        in none.error
     )
 
 
@@ -81,7 +82,10 @@ def test_a_folder_that_two_nodes_share_is_refused(command: Command, filled: Path
     refused = command("stats", "--cache", filled / "a")
 
     assert refused.code == 2
-    assert f"nodes a and b share the folder {filled}/a; put {{node}} into --cache" in refused.error
+    assert (
+        f"nodes a and b share the folder {filled}/a; if each node has its own, put {{node}} into --cache"
+        in refused.error
+    )
 
 
 def test_the_error_of_a_node_is_its_row_and_ends_the_command(command: Command, caches: Path) -> None:
@@ -98,7 +102,7 @@ def test_the_error_of_a_node_is_its_row_and_ends_the_command(command: Command, c
     assert "2 nodes" in text.stdout
 
 
-def test_evict_makes_the_cache_of_each_node_as_small_as_asked(command: Command, caches: Path) -> None:
+def test_evict_shrinks_the_cache_of_each_node_to_the_requested_size(command: Command, caches: Path) -> None:
     used = {node: _used(caches / node) for node in SHARDS}
     target = (used["b"] + used["c"]) // 2
 
@@ -121,11 +125,11 @@ def test_evict_names_the_node_and_the_reader_that_it_waits_for(command: Command,
 
         assert blocked.code == 4
         assert blocked.error.startswith("node b: ")
-        assert "when their readers end: pid" in blocked.error
+        assert "readers end: pid" in blocked.error
         assert _used(caches / "a") <= target, "the other nodes are done"
 
 
-def test_verify_finds_what_is_damaged_on_a_node_and_mends_it(command: Command, caches: Path) -> None:
+def test_verify_finds_and_repairs_damage_on_a_node(command: Command, caches: Path) -> None:
     (data,) = list((caches / "c" / "shards").glob("*/data.lmdb"))
     with data.open("r+b") as file:
         file.seek(-100, 2)
@@ -144,7 +148,7 @@ def test_verify_finds_what_is_damaged_on_a_node_and_mends_it(command: Command, c
 
 
 @pytest.mark.parametrize("option", [["--watch"], ["--html", "page.html"]])
-def test_stats_refuse_what_looks_at_one_cache(command: Command, filled: Path, option: list[str]) -> None:
+def test_stats_of_nodes_refuse_options_for_a_single_cache(command: Command, filled: Path, option: list[str]) -> None:
     refused = command("stats", *option, "--cache", place(filled))
 
     assert refused.code == 2
@@ -156,7 +160,7 @@ def _used(root: Path) -> int:
         return cache.stats().used
 
 
-def test_the_nodes_keep_no_file_of_a_driver_that_left(joined: str, tmp_path: Path) -> None:
+def test_the_nodes_keep_no_file_of_a_driver_that_has_ended(joined: str, tmp_path: Path) -> None:
     (tmp_path / "listing").write_bytes(bytes(1000))
     engine = RayEngine()
     try:

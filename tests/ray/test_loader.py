@@ -25,7 +25,7 @@ LARGE = Schema((Field("volume", "<f4", (256, 1024)), Field("number", "<i8")))
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """50 samples of every kind of field, in the cache of each of the nodes."""
+    """Create 50 samples of every kind of field in the cache of each node."""
     for node in "ab":
         with open_cache(tmp_path / node, max_size="8MB") as opened:
             put(opened, range(30))
@@ -34,12 +34,12 @@ def cache(tmp_path: Path) -> Path:
 
 
 def samples(batch: dict[str, Any]) -> list[str]:
-    """What each sample of a batch is."""
+    """Return the numbers of a batch's samples, after checking their values."""
     columns = {field.name: batch[field.name] for field in SMALL}
     return [digest(SMALL, {name: column[n] for name, column in columns.items()}) for n in range(len(batch["number"]))]
 
 
-def test_every_sample_comes_once_in_the_order_of_the_loader(joined: str, cache: Path) -> None:
+def test_every_sample_is_delivered_once_in_the_order_of_the_loader(joined: str, cache: Path) -> None:
     with batches(cache, batch_size=8, seed=3, epoch=2) as refs:
         assert len(refs) == 7
         found = [ray.get(ref) for ref in refs]
@@ -54,7 +54,7 @@ def test_every_sample_comes_once_in_the_order_of_the_loader(joined: str, cache: 
     assert isinstance(found[0]["ragged"], Ragged)
 
 
-def test_batches_are_made_where_the_cache_is_and_read_there_without_a_copy(joined: str, tmp_path: Path) -> None:
+def test_batches_are_built_on_the_node_of_the_cache_and_read_there_without_a_copy(joined: str, tmp_path: Path) -> None:
     with open_cache(tmp_path / "b", max_size="40MB") as opened:
         put(opened, range(8), schema=LARGE)
 
@@ -77,7 +77,8 @@ def test_batches_are_made_where_the_cache_is_and_read_there_without_a_copy(joine
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(refs.node.id, False)
             ).remote(first)
         )
-        where = ray.experimental.get_object_locations([first])[first]  # what whoever made it learned meanwhile
+        # what the process that created it has learned meanwhile
+        where = ray.experimental.get_object_locations([first])[first]
         assert where["node_ids"] == [refs.node.id]
         assert (node, numbers) == (refs.node.id, [0, 1, 2, 3])
         assert (writeable, owned) == (False, False), "a view of the object store"
@@ -85,7 +86,7 @@ def test_batches_are_made_where_the_cache_is_and_read_there_without_a_copy(joine
         assert next(refs, None) is None
 
 
-def test_one_field_gives_its_bare_arrays(joined: str, cache: Path) -> None:
+def test_a_single_field_is_delivered_as_bare_arrays(joined: str, cache: Path) -> None:
     with batches(cache, batch_size=25, fields="number", shuffle=False) as refs:
         arrays = [ray.get(ref) for ref in refs]
 
@@ -93,9 +94,10 @@ def test_one_field_gives_its_bare_arrays(joined: str, cache: Path) -> None:
     assert np.concatenate(arrays).tolist() == list(range(50))
 
 
-def test_no_more_batches_are_made_than_are_in_flight(joined: str, tmp_path: Path) -> None:
-    """Nothing more is made for a caller that takes its time; and an epoch of twice the object store of the node goes
-    through it with nothing put on the disk."""
+def test_no_more_batches_are_built_than_may_be_in_flight(joined: str, tmp_path: Path) -> None:
+    """No more batches are built for a slow caller. An epoch of twice the node's object store passes through it without
+    spilling to the disk.
+    """
 
     def store() -> Any:
         return get_memory_info_reply(get_state_from_address(joined)).store_stats
@@ -107,7 +109,7 @@ def test_no_more_batches_are_made_than_are_in_flight(joined: str, tmp_path: Path
     with batches(tmp_path / "{node}", batch_size=8, in_flight=2, shuffle=False) as refs:
         seen = ray.get(next(refs))["number"].tolist()
         until(lambda: store().cumulative_created_objects - before.cumulative_created_objects >= 3)
-        for _ in range(20):  # time in which 40 batches could be made
+        for _ in range(20):  # enough time to build 40 batches
             ray.get(busy.remote())
         assert store().cumulative_created_objects - before.cumulative_created_objects <= 5
         for ref in refs:
@@ -127,7 +129,7 @@ def busy() -> int:
     return sum(range(10**6))
 
 
-def test_the_lease_is_held_until_the_last_batch_and_given_back_then(joined: str, cache: Path) -> None:
+def test_the_lease_is_held_until_the_last_batch_and_then_returned(joined: str, cache: Path) -> None:
     with open_cache(cache_here(str(cache))) as opened:
         version = opened.version
         with batches(cache, batch_size=5) as refs:
@@ -151,18 +153,18 @@ def test_the_lease_is_held_until_the_last_batch_and_given_back_then(joined: str,
         until(lambda: leases(opened) == [])
 
 
-def test_errors_of_the_loader_are_those_of_the_first_batch(joined: str, cache: Path) -> None:
+def test_errors_of_the_loader_are_raised_with_the_first_batch(joined: str, cache: Path) -> None:
     with pytest.raises(UsageError, match="there is no cache at"):
         next(batches(cache.parent / "none", batch_size=5))
     with pytest.raises(UsageError, match="nothing"):
         len(batches(cache, batch_size=5, dataset="nothing", wait=0.1))
     with pytest.raises(UsageError, match="Ray has no node called 'z'; its nodes are a, b, c"):
         batches(cache, batch_size=5, node="z")
-    with pytest.raises(UsageError, match="in_flight=0 cannot be used: at least 1"):
+    with pytest.raises(UsageError, match="in_flight=0 cannot be used; it must be at least 1"):
         batches(cache, batch_size=5, in_flight=0)
 
 
-def test_an_error_in_the_middle_is_that_of_the_last_reference(joined: str, cache: Path) -> None:
+def test_an_error_in_the_middle_is_raised_with_the_last_reference(joined: str, cache: Path) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["number"] == 40:
             raise ValueError("sample 40 is odd")

@@ -1,4 +1,4 @@
-"""``pull --on ray``: three nodes on one machine, each with a cache of its own, draw what one machine would draw."""
+"""``pull --on ray``: three nodes on one machine, each with its own cache, draw the same samples as one machine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def all_there(cluster: Nodes) -> None:
 
 
 def each(folder: Path) -> dict[str, list[str]]:
-    """The keys of the samples of every node."""
+    """Return the keys of the samples of every node."""
     return {name: keys_at(folder / name) for name in NAMES}
 
 
 def slow(numbers: Path, cache: Path, cluster: Nodes) -> list[str]:
-    """400 samples in about four seconds, in shards of 57: long enough to kill somebody."""
+    """Start a pull of 400 samples in shards of 57 that takes about four seconds: long enough to kill a process."""
     return command(
         numbers, cache / "{node}", cluster.address,
         "--all", "--shard-size", "4kB", "--max-rate", "20kB", "--workers", "1", "--max-size", "20MB", "--json",
@@ -55,7 +55,7 @@ def run(words: list[str]) -> subprocess.Popen[str]:
 
 
 def once(folder: Path, wanted: int) -> None:
-    """Every sample lies on exactly one node, and the catalogs know it; a driver left nothing."""
+    """Assert that every sample is on exactly one node, that the catalogs agree, and that the driver left no files."""
     found = sorted(key for keys in each(folder).values() for key in keys)
     assert found == [f"{number:05d}" for number in range(wanted)]
     assert {path.name for path in folder.iterdir()} == set(NAMES), "no folder of a driver"
@@ -89,7 +89,7 @@ def test_folders_have_the_same_numbers_on_all_nodes(cluster: Nodes, tmp_path: Pa
     assert seen == 30
 
 
-def test_the_nodes_draw_the_samples_that_one_machine_draws_and_each_is_on_one_node(
+def test_the_nodes_draw_the_same_samples_as_one_machine_and_each_is_on_one_node(
     numbers: Path, tmp_path: Path, cluster: Nodes
 ) -> None:
     with cachetool.open_cache(tmp_path / "local", **SIZE) as cache:
@@ -104,11 +104,11 @@ def test_the_nodes_draw_the_samples_that_one_machine_draws_and_each_is_on_one_no
     assert {row["node"]: row["samples"] for row in told.nodes} == {name: len(keys) for name, keys in found.items()}
 
 
-def test_replicas_are_the_same_samples_with_equal_digests_on_every_node(
+def test_replicas_have_the_same_samples_and_digests_on_every_node(
     numbers: Path, tmp_path: Path, cluster: Nodes
 ) -> None:
     with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
-        for samples in (200, 100):  # the second goes on behind the first
+        for samples in (200, 100):  # the second pull continues after the first
             told = cache.pull(
                 str(numbers),
                 samples=samples,
@@ -132,7 +132,7 @@ def test_replicas_are_the_same_samples_with_equal_digests_on_every_node(
     assert {name: sorted(found) for name, found in each(tmp_path).items()} == dict.fromkeys(NAMES, sorted(local))
 
 
-def test_what_a_lost_node_had_is_drawn_by_the_others_and_it_is_taken_in_again_when_it_comes_back(
+def test_the_samples_of_a_lost_node_are_drawn_by_the_others_and_a_returning_node_takes_part_again(
     few: Path, tmp_path: Path, cluster: Nodes
 ) -> None:
     process = run(slow(few, tmp_path, cluster))
@@ -146,11 +146,11 @@ def test_what_a_lost_node_had_is_drawn_by_the_others_and_it_is_taken_in_again_wh
     assert "lost" in [row["state"] for row in json.loads(out)["nodes"]]
     assert "node b was lost" in error
     with cachetool.open_cache(tmp_path / "{node}") as cache:
-        cache.pull(str(few), all=True, on="ray", address=cluster.address)  # it may have come too late
+        cache.pull(str(few), all=True, on="ray", address=cluster.address)  # the node may have returned too late
     once(tmp_path, 400)
 
 
-def test_the_driver_may_die(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+def test_a_pull_can_be_repeated_after_its_driver_died(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     process = run(slow(few, tmp_path, cluster))
     until(lambda: committed(tmp_path / "c") > 0 or process.poll() is not None)
     assert process.poll() is None, process.communicate()
@@ -163,7 +163,7 @@ def test_the_driver_may_die(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     once(tmp_path, 400)
 
 
-def test_ctrl_c_leaves_nothing_half_done(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+def test_ctrl_c_leaves_no_partial_work(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     process = run(slow(few, tmp_path, cluster))
     until(lambda: min(committed(tmp_path / name) for name in NAMES) > 0 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
@@ -180,8 +180,8 @@ def test_ctrl_c_leaves_nothing_half_done(few: Path, tmp_path: Path, cluster: Nod
     once(tmp_path, 400)
 
 
-@pytest.mark.soak  # test_coordinator.py has it without nodes
-def test_a_further_pass_goes_around_what_any_node_has(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+@pytest.mark.soak  # tests/cluster/test_pull.py tests this without nodes
+def test_a_further_pass_skips_the_samples_of_all_nodes(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     place = {"on": "ray", "address": cluster.address}
     with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
         cache.pull(str(few), all=True, shard_size="4kB", **place)
@@ -203,7 +203,7 @@ def test_follow_renews_the_caches_of_all_nodes_until_it_is_stopped(
     process = run(command(numbers, tmp_path / "{node}", cluster.address, *words))
 
     def evicted(name: str) -> int:
-        """Of a node that trains an epoch when its cache is full."""
+        """Return the evictions of a node that trains an epoch when its cache is full."""
         if keys_at(tmp_path / name):
             with Loader(tmp_path / name, batch_size=64, workers=0, rank=0, world_size=1) as loader:
                 assert sum(len(batch["x"]) for batch in loader) > 0
@@ -226,7 +226,7 @@ def test_follow_renews_the_caches_of_all_nodes_until_it_is_stopped(
 def test_nodes_that_share_a_folder_are_refused_in_one_line(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     with (
         cachetool.open_cache(tmp_path / "one", **SIZE) as cache,
-        pytest.raises(cachetool.UsageError, match=r"^nodes \w and \w have one cache folder .*\{node\}") as refused,
+        pytest.raises(cachetool.UsageError, match=r"^nodes \w and \w share one cache folder.*\{node\}") as refused,
     ):
         cache.pull(str(few), samples=10, on="ray", address=cluster.address)
     assert len(str(refused.value).splitlines()) == 1
@@ -259,14 +259,14 @@ def test_without_ray_the_extra_is_named_in_one_line(few: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--on", "dask"], "--on is local or ray, got 'dask'"),
-        (["--placement", "split"], "--placement goes with --on ray"),
-        (["--address", "auto"], "--address goes with --on ray"),
-        (["--on", "ray", "--placement", "both"], "--placement is split or replicate, got 'both'"),
-        (["--on", "ray", "--cache", "/data/{nod}"], "cache /data/{nod} has braces that are not those of {node}"),
-        (["--on", "ray", "--start-early"], "--start-early goes with one machine"),
-        (["--on", "ray", "--address", "ray://head:10001"], "--address ray://head:10001 is that of Ray Client"),
-        (["--on", "ray", "--address", "head"], "--address is HOST:PORT, auto or local, got 'head'"),
+        (["--on", "dask"], "--on must be local or ray, got 'dask'"),
+        (["--placement", "split"], "--placement needs --on ray"),
+        (["--address", "auto"], "--address needs --on ray"),
+        (["--on", "ray", "--placement", "both"], "--placement must be split or replicate, got 'both'"),
+        (["--on", "ray", "--cache", "/data/{nod}"], "cache /data/{nod} has braces other than {node}"),
+        (["--on", "ray", "--start-early"], "--start-early cannot be used with --on ray"),
+        (["--on", "ray", "--address", "ray://head:10001"], "--address ray://head:10001 is an address of Ray Client"),
+        (["--on", "ray", "--address", "head"], "--address must be HOST:PORT, auto or local, got 'head'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], said: str, tmp_path: Path) -> None:

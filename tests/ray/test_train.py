@@ -1,4 +1,4 @@
-"""Training over nodes: each rank from the cache of its node, with as many steps as all of them can take."""
+"""Training over nodes: each rank reads the cache of its node, with as many steps as all ranks can take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.servers import free_port
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_two_nodes.py"
 EPOCHS = 5
 FIRST = {"a": range(100), "b": range(1000, 1030)}
-"""What is in the cache of each node when training begins; and in each epoch..."""
+"""The samples in the cache of each node when training begins."""
 MORE = {"a": 7, "b": 25}
-"""...so many more come into it."""
+"""The samples that are added in each epoch."""
 
 
 @ray.remote(num_cpus=0)
@@ -36,7 +36,7 @@ class Rank:
         self.root = root
 
     def train(self, node: str, whole: bool) -> list[list[list[int]]]:
-        """The numbers of each batch of each epoch. In the middle of an epoch a shard is committed."""
+        """Return the numbers of each batch of each epoch. Commit a shard in the middle of each epoch."""
         from torch import distributed
 
         from cachetool.loaders.ray import cache_here
@@ -51,7 +51,7 @@ class Rank:
                 epoch = []
                 for step, batch in enumerate(loader):
                     epoch.append(batch["number"].tolist())
-                    distributed.barrier()  # as the gradients of a training step
+                    distributed.barrier()  # as the gradients of a training step do
                     if step == 1:
                         put(cache, range(coming, coming + MORE[node]), schema=KEYED)
                         coming += MORE[node]
@@ -83,7 +83,7 @@ def test_ranks_on_two_nodes_take_the_same_steps_while_unequal_caches_grow(
     steps = [[len(epoch) for epoch in epochs] for epochs in found]
     assert steps[0] == steps[1], "no rank waits for another for ever"
     share = 1 if whole else 2
-    have = [30 + 25 * epoch for epoch in range(EPOCHS)]  # of node b, which has the fewer until it has not
+    have = [30 + 25 * epoch for epoch in range(EPOCHS)]  # of node b, which has fewer samples until it overtakes node a
     other = [100 + 7 * epoch for epoch in range(EPOCHS)]
     assert steps[0] == [-(-min(each) // (4 * share)) for each in zip(have, other, strict=True)]
     assert steps[0] == sorted(steps[0])

@@ -1,4 +1,4 @@
-"""Without a cluster: ``cachetool.loaders.ray`` that is not connected, and which Ray is meant by an address."""
+"""Without a cluster: ``cachetool.loaders.ray`` before a connection, and the Ray cluster that an address selects."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cachetool.core.errors import Unreachable, UsageError
 from cachetool.loaders.ray import batches
 
 
-def test_a_program_that_is_not_connected_is_told_how() -> None:
+def test_a_program_without_a_connection_is_told_how_to_connect() -> None:
     with pytest.raises(UsageError, match=r"Ray is not connected; call ray\.init"):
         batches("cache", batch_size=5)
 
 
-def test_an_address_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raylink, "_PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -38,34 +38,34 @@ def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 
 
 SETTINGS = frame(4, 0, 0, b"")
-NOBODY = "what answers at"
+NOBODY = "is not a Ray cluster"
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         (frame(1, 4, 1, b"\x88") + frame(0, 0, 1, b"\0\0\0\0\x02ok"), None),  # a head node
-        (frame(8, 0, 0, bytes(4)) + frame(1, 5, 1, b"\x88\x40\x0bgrpc-status\x0216"), None),  # it wants a token
+        (frame(8, 0, 0, bytes(4)) + frame(1, 5, 1, b"\x88\x40\x0bgrpc-status\x0216"), None),  # requires a token
         (frame(1, 5, 1, b"\x88\x40\x0bgrpc-status\x0212"), NOBODY),  # another server of a cluster
-        (frame(1, 5, 1, b"\x88\x40\x88\x9a\xca\xc8\xb2\x12\x34\xda\x8f\x82\x08\x9f"), NOBODY),  # the same, packed
+        (frame(1, 5, 1, b"\x88\x40\x88\x9a\xca\xc8\xb2\x12\x34\xda\x8f\x82\x08\x9f"), NOBODY),  # the same, compressed
         (frame(1, 4, 1, b"\x8d") + frame(0, 1, 1, b"<html>not found"), NOBODY),
         (frame(7, 0, 0, bytes(8)), NOBODY),
         (frame(3, 0, 1, bytes(4)), NOBODY),
         (b"", NOBODY),
     ],
 )
-def test_what_is_no_head_node_of_ray_is_known_by_its_first_answer(answer: bytes, says: str | None) -> None:
+def test_a_server_that_is_no_ray_head_node_is_recognised_by_its_first_answer(answer: bytes, says: str | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             line, _ = server.accept()
             with line:
-                for byte in SETTINGS:  # in as many pieces as can be
+                for byte in SETTINGS:  # in the smallest possible pieces
                     line.sendall(bytes((byte,)))
                 line.recv(65536)
                 line.sendall(answer)
                 line.shutdown(socket.SHUT_WR)
-                while line.recv(65536):  # closed with some of it unread, the connection would be reset
+                while line.recv(65536):  # closing with unread bytes would reset the connection
                     pass
 
         with ThreadPoolExecutor() as pool:
@@ -76,7 +76,7 @@ def test_what_is_no_head_node_of_ray_is_known_by_its_first_answer(answer: bytes,
             served.result()
 
 
-def test_of_a_head_node_with_tls_only_the_port_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_head_node_with_tls_only_the_port_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         raylink._greet(f"127.0.0.1:{server.getsockname()[1]}")
@@ -84,7 +84,7 @@ def test_of_a_head_node_with_tls_only_the_port_is_looked_at(monkeypatch: pytest.
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """No Ray of anybody runs on this machine, and the address file is ``tmp_path/file``."""
+    """Simulate a machine without any Ray, whose address file is ``tmp_path/file``."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(raylink, "_raylets", lambda: (set(), set()))
     monkeypatch.setattr("ray._common.utils.get_ray_address_file", lambda folder: str(tmp_path / "file"))
@@ -92,7 +92,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
-def test_where_no_ray_runs_one_is_started(alone: pytest.MonkeyPatch, address: str | None) -> None:
+def test_without_a_running_ray_one_is_started(alone: pytest.MonkeyPatch, address: str | None) -> None:
     begun: list[str] = []
     alone.setattr(raylink, "_started", lambda: contextlib.nullcontext(begun.append("local")))
     alone.setattr("ray.shutdown", lambda: None)
@@ -101,7 +101,7 @@ def test_where_no_ray_runs_one_is_started(alone: pytest.MonkeyPatch, address: st
     assert begun == ["local"]
 
 
-def test_of_several_of_this_user_the_one_that_was_started_last_is_taken_without_a_word(
+def test_of_several_rays_of_this_user_the_newest_is_used_silently(
     alone: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     alone.setattr(raylink, "_raylets", lambda: ({"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, {"127.0.0.1:4"}))
@@ -120,7 +120,7 @@ def test_of_several_of_this_user_the_one_that_was_started_last_is_taken_without_
 
 @pytest.fixture
 def bait() -> Iterator[tuple[str, Callable[[], bool]]]:
-    """An address that answers, and whether somebody connected to it."""
+    """Return an address that answers, and a function that returns True if a client connected to it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
 
@@ -157,10 +157,10 @@ def _pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [_owned, _writable, _link, _twice, _pipe, None])
-def test_the_address_file_alone_leads_nowhere(
+def test_the_address_file_alone_causes_no_connection(
     alone: pytest.MonkeyPatch, tmp_path: Path, bait: tuple[str, Callable[[], bool]], made: Callable[[Path], None] | None
 ) -> None:
-    """No node of this user runs here: whatever the file says, whoever wrote it, nobody connects there."""
+    """An address in the file is not used, whoever wrote it, because this user runs no node."""
     address, taken = bait
     file = tmp_path / "file"
     file.write_text(address)
@@ -175,13 +175,13 @@ def test_the_address_file_alone_leads_nowhere(
     assert not taken()
     if made in (_owned, _writable, _twice):
         (line,) = said
-        assert line.startswith(f"the Ray at {address} is not used: another user may have made it")
-        assert line.endswith("name it with --address HOST:PORT")
+        assert line.startswith(f"the Ray cluster at {address} is not used")
+        assert line.endswith("--address HOST:PORT")
     else:
         assert said == []
 
 
-def test_a_node_process_of_another_user_is_not_followed(
+def test_a_node_process_of_another_user_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bait: tuple[str, Callable[[], bool]]
 ) -> None:
     address, taken = bait
@@ -209,7 +209,7 @@ def test_a_node_process_of_another_user_is_not_followed(
     assert not taken()
 
 
-def test_a_line_in_the_address_file_forges_none_in_the_output(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_line_break_in_the_address_file_forges_no_line_of_output(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1.2.3.4:5\nerror: \x1b[2J" + b"x" * 10**6)
     (tmp_path / "file").chmod(0o666)
     said: list[str] = []
@@ -261,7 +261,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_ray_that_is_started_here_is_reached_by_this_user_of_this_machine_alone() -> None:
+def test_a_ray_started_here_accepts_only_this_user_on_this_machine() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", LOCAL], capture_output=True, text=True, timeout=240, check=False, env=environment
@@ -275,6 +275,6 @@ def test_a_ray_that_is_started_here_is_reached_by_this_user_of_this_machine_alon
     assert told["mode"] == "0o700"
     assert told["token"] == 64
     assert told["answer"] == 7
-    assert told["own"] == []  # another command starts its own: this one ends with its program
+    assert told["own"] == []  # another command starts its own Ray, because this one ends with its program
     assert not told["left"]
     assert told["environment"] == []

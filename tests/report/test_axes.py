@@ -1,4 +1,4 @@
-"""Axes: a few round numbers within their range, with a unit, whatever the range."""
+"""Axes: a few round numbers within the range, with a unit, for any range."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_time_axis_has_some_ticks_at_round_local_times(zone: str, length: int)
 
 
 @pytest.mark.parametrize("most", [0, 1, 3, 999, 1000, 1234, 5 * 10**6, 999_999_999, 10**12, 7 * 10**15])
-def test_an_axis_of_bytes_reaches_above_its_values_in_one_unit(most: int) -> None:
+def test_an_axis_of_bytes_extends_above_its_values_in_one_unit(most: int) -> None:
     axis = axes.bytes_axis(most, per="/s")
 
     assert axis.low == 0
@@ -55,7 +55,7 @@ def test_counts_are_whole_and_durations_in_a_fitting_unit() -> None:
     assert axes.log_bytes_axis(101, 102).ticks[0][1].endswith(" B")
 
 
-def test_words_that_would_run_into_others_are_left_out() -> None:
+def test_labels_that_would_overlap_are_left_out() -> None:
     ticks = tuple((float(number), f"{number:,} samples") for number in range(101))
     crowded = axes.Axis(0.0, 100.0, ticks, "samples")
     drawn = charts.stacked(crowded, axes.count_axis(1, "shards"), [0.0, 100.0], {"all": ("blue", [1.0])}, ["all"])

@@ -1,6 +1,7 @@
-"""The page of ``stats --html`` in a real browser, with names of strangers that would take it over.
+"""The page of ``stats --html`` in a real browser, with malicious names.
 
-Without Chromium (Debian's package ``chromium``) these are skipped: ``test_page`` then reads the page as browsers do.
+Without Chromium (Debian's package ``chromium``) these tests are skipped; ``test_page`` then parses the page as browsers
+do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 
 @pytest.fixture
 def outside() -> Iterator[tuple[str, Callable[[], int]]]:
-    """A place on the network, and how many connections came to it."""
+    """Return the address of a server, and the number of connections to it."""
     came: list[str] = []
 
     class Counting(BaseHTTPRequestHandler):
@@ -50,7 +51,7 @@ def outside() -> Iterator[tuple[str, Callable[[], int]]]:
 
 
 def hostile(place: str) -> list[str]:
-    """Names by which a page would run a script, or ask for something."""
+    """Return names with which a page would run a script or send a request."""
     return [
         f"</script><script>{SCRIPT}</script>",
         f"</title></style></svg></textarea><script>{SCRIPT}</script>",
@@ -65,7 +66,7 @@ def hostile(place: str) -> list[str]:
 
 
 def shown(path: Path, home: Path) -> str:
-    """The document after the browser has loaded it and run what runs."""
+    """Return the document after the browser has loaded it and run its scripts."""
     assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     done = subprocess.run(
@@ -78,7 +79,7 @@ def shown(path: Path, home: Path) -> str:
 
 
 def made(root: Path, names: list[str]) -> str:
-    """The page of a cache whose datasets, sources, runs, programs, errors and reasons have these names."""
+    """Create the page of a cache whose datasets, sources, runs, programs, errors and reasons have these names."""
     with open_cache(root, max_size="8MB") as cache:
         for number, name in enumerate(names):
             dataset = name.replace("\x00", "")
@@ -97,7 +98,7 @@ def made(root: Path, names: list[str]) -> str:
             return page(figures(other))
 
 
-def test_no_name_runs_a_script_or_asks_for_anything(tmp_path: Path, outside: tuple[str, Callable[[], int]]) -> None:
+def test_no_name_runs_a_script_or_sends_a_request(tmp_path: Path, outside: tuple[str, Callable[[], int]]) -> None:
     place, connections = outside
     names = hostile(place)
     (tmp_path / "page.html").write_text(made(tmp_path / "cache", names), encoding="utf-8")
@@ -106,15 +107,17 @@ def test_no_name_runs_a_script_or_asks_for_anything(tmp_path: Path, outside: tup
     assert not re.search(r"<(script|img|iframe|image|link|base)\b", text)
     assert f'data-x="{TAKEN}"' not in text
     assert f"<title>{TAKEN}" not in text
-    assert text.count("&lt;script&gt;") >= len(names)  # as words they are there
+    assert text.count("&lt;script&gt;") >= len(names)  # they are displayed as text
     assert connections() == 0
 
 
 @pytest.mark.soak
-def test_the_browser_would_have_shown_it_and_the_policy_stops_it(
+def test_unescaped_names_would_run_scripts_and_the_pages_policy_stops_them(
     tmp_path: Path, outside: tuple[str, Callable[[], int]]
 ) -> None:
-    """The same names unescaped: without the page's policy they run and ask, with it they do neither."""
+    """The same names are not escaped: without the page's policy they run and send requests, with the policy they do
+    neither.
+    """
     place, connections = outside
     text = made(tmp_path / "cache", ["plain"])
     bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)

@@ -1,4 +1,4 @@
-"""The page of ``stats --html``: whole by itself, right in its figures, and deaf to what strangers put into names."""
+"""The page of ``stats --html``: self-contained, with correct figures, and safe against malicious names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.cache.conftest import SCHEMA, put_shard
 SOURCE = Id("5" * 16)
 
 SECTIONS = [
-    "Fill against the cap",
+    "Used space and cap",
     "Pull rate",
     "Shards by age",
     "Shards by size",
@@ -45,7 +45,7 @@ HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'</style></ti
 
 
 def parsed(text: str) -> Element:
-    """The page as a browser reads it; an error of its syntax is raised."""
+    """Parse the page as a browser does. Raise its syntax errors."""
     return html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(text)
 
 
@@ -71,7 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
-    """A cache that was filled over its cap, read and shrunk, all in a minute."""
+    """Create a cache that was filled beyond its cap, read and shrunk, all within a minute."""
     with open_cache(tmp_path / "cache", max_size="3MB") as opened:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
@@ -96,7 +96,7 @@ def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
         yield opened
 
 
-def test_the_page_has_every_section_and_needs_nothing_else(cache: CacheDir) -> None:
+def test_the_page_has_every_section_and_needs_no_other_file(cache: CacheDir) -> None:
     text = page(figures(cache))
     root = parsed(text)
 
@@ -114,7 +114,7 @@ def test_the_page_has_every_section_and_needs_nothing_else(cache: CacheDir) -> N
     assert "https://" not in text
 
 
-def test_its_figures_are_those_of_the_cache(cache: CacheDir) -> None:
+def test_the_figures_of_the_page_are_those_of_the_cache(cache: CacheDir) -> None:
     found, stats = figures(cache), cache.stats()
     assert found.age is not None
     assert found.size is not None
@@ -132,11 +132,13 @@ def test_its_figures_are_those_of_the_cache(cache: CacheDir) -> None:
     assert f"{stats.samples:,}samples in {stats.shards} shards" in text
     assert "80 of 900 units drawn (8.9 %) in pass 1" in text
     assert "2 waits, 1.0 s, 10.0 %" in text
-    assert "waits not told" in text
+    assert "waits unknown" in text
 
 
-def test_nothing_is_cut_and_no_words_run_into_others(cache: CacheDir) -> None:
-    """By the room that words take at most: within the picture, and beside each other on one line."""
+def test_no_label_is_cut_and_no_labels_overlap(cache: CacheDir) -> None:
+    """Judged by the largest possible width of the words: they stay within the picture and beside each other on one
+    line.
+    """
     charts = [each for each in parsed(page(figures(cache))).iter() if tag(each) == "svg" and each.get("role") == "img"]
     assert len(charts) == 7
     for chart in charts:
@@ -163,8 +165,8 @@ def test_nothing_is_cut_and_no_words_run_into_others(cache: CacheDir) -> None:
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), spans
 
 
-def test_whoever_uses_the_cache_is_named(cache: CacheDir) -> None:
-    assert "Nobody reads or fills it" in words(parsed(page(figures(cache))))
+def test_the_users_of_the_cache_are_named(cache: CacheDir) -> None:
+    assert "No process reads or fills the cache now" in words(parsed(page(figures(cache))))
     command = [sys.executable, "-c", HOLDER, str(cache.root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -187,8 +189,8 @@ with open_cache(sys.argv[1]) as cache:
 """
 
 
-def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
-    """Of datasets, sources, runs, programs, errors, and of the folder itself."""
+def test_malicious_names_are_displayed_as_text(tmp_path: Path) -> None:
+    """Names of datasets, sources, runs, programs, errors, and of the folder itself."""
     root = tmp_path / "<script>alert(2)<"
     (tmp_path / "listing").mkdir()
     with open_cache(root, max_size="4MB") as cache:
@@ -220,7 +222,7 @@ def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["empty", "one shard", "without a history"])
-def test_a_cache_with_little_in_it_has_a_page_too(tmp_path: Path, what: str) -> None:
+def test_an_almost_empty_cache_has_a_page_too(tmp_path: Path, what: str) -> None:
     with open_cache(tmp_path / "cache", max_size="4MB") as cache:
         _ = cache.catalog
         if what != "empty":
@@ -262,7 +264,7 @@ def _bars(found: Figures) -> int:
     return sum(len(each.edges) - 1 for each in bins) + len(found.history.epochs)
 
 
-def test_a_clock_that_was_put_back_and_a_rebuilt_catalog_draw_no_negative_rates(
+def test_a_clock_set_back_and_a_rebuilt_catalog_cause_no_negative_rates(
     cache: CacheDir, clock: Callable[[float], None]
 ) -> None:
     told = history.history_of(cache.layout)
@@ -278,7 +280,7 @@ def test_a_clock_that_was_put_back_and_a_rebuilt_catalog_draw_no_negative_rates(
 
 
 def paused(opened: CacheDir, clock: Callable[[float], None], pulls: int = 3) -> list[tuple[float, float]]:
-    """Pulls of 200 s with pauses of half an hour between them; when each began and ended."""
+    """Run pulls of 200 s with pauses of half an hour between them. Return the begin and end of each."""
     now = history.time.time()
     spans = [(now - 2000 * (pulls - number), now - 2000 * (pulls - number) + 200) for number in range(pulls)]
     for began, ended in spans:
@@ -322,7 +324,7 @@ def test_pauses_between_pulls_are_level_lines_without_a_rate(
         assert before[0] == after[0] or before[1] == after[1], "steps: level or upright"
 
 
-def test_an_eviction_after_a_pause_is_drawn_where_it_was(
+def test_an_eviction_after_a_pause_is_drawn_at_its_time(
     bursts: tuple[CacheDir, list[tuple[float, float]]], clock: Callable[[float], None]
 ) -> None:
     cache, spans = bursts

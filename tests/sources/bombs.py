@@ -1,4 +1,4 @@
-"""Objects and files that are small and become large, or take for ever, where they are believed."""
+"""Small objects and files that become large or take forever for a reader that trusts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MIB = 2**20
 
 
 def lying_npz(claimed: bytes, inflated: int) -> bytes:
-    """An ``.npz`` whose directory admits ``claimed``, behind which as many zeros come; even the checksum fits."""
+    """Return an ``.npz`` whose directory declares ``claimed``, followed by ``inflated`` zeros. Even the checksum is
+    valid.
+    """
     packed = zlib.compressobj(9, zlib.DEFLATED, -15)
     body = packed.compress(claimed) + b"".join(packed.compress(bytes(MIB)) for _ in range(inflated // MIB))
     body += packed.flush()
@@ -38,7 +40,7 @@ def array(values: Any) -> bytes:
 
 
 def crowded_npz(members: int) -> bytes:
-    """A directory of so many members that are not there."""
+    """Return a directory of ``members`` members that do not exist."""
     name = b"a.npy"
     one = struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0, 0, 0, 33, 0, 0, 0, len(name), 0, 0, 0, 0, 0, 0) + name
     directory = one * members
@@ -54,7 +56,7 @@ def many_arrays(count: int) -> bytes:
 
 
 def many_scans(scans: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
+    """Return a progressive JPEG whose last scan is repeated."""
     from PIL import Image
 
     out = io.BytesIO()
@@ -64,12 +66,12 @@ def many_scans(scans: int) -> bytes:
 
 
 OBJECTS: dict[str, tuple[bytes, str]] = {
-    # name: body, what is said of it
+    # name: body, the words of its error
     "lying.npz": (lying_npz(array(np.zeros(100, np.uint8)), 400 * MIB), "Bad CRC-32|more bytes than its directory"),
     "crowded.npz": (crowded_npz(200_000), r"its directory has more than \d+ bytes"),
-    "many.npz": (many_arrays(5000), "it brings more than 4096 fields; choose some with --fields"),
+    "many.npz": (many_arrays(5000), "it has more than 4096 fields; choose some with --fields"),
     "fields.json": (json.dumps(dict.fromkeys(map(str, range(20_000)), 0)).encode(), "more than 4096 fields"),
-    "large.json": (b'{"a": [' + b'{"":0},' * (3 * MIB) + b"0]}", r"JSON of 22\.0 MB, and at most 16\.8 MB are read"),
+    "large.json": (b'{"a": [' + b'{"":0},' * (3 * MIB) + b"0]}", r"the JSON has 22\.0 MB, but at most 16\.8 MB"),
     "deep.json": (b'{"a":' * MIB, "not JSON"),
     "digits.json": (b'{"a":' + b"9" * 5 * MIB + b"}", "not JSON"),
     "scans.jpg": (many_scans(1000), "a JPEG of 10.. scans is refused; at most 100 are read"),
@@ -77,7 +79,7 @@ OBJECTS: dict[str, tuple[bytes, str]] = {
 
 
 def notes_tar(path: Path) -> None:
-    """Notes on a member that never comes."""
+    """Write attributes of a tar member that never follows."""
     note = b"30 a=bcdefghijklmnopqrstuvwxyz" * 1000
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(200):
@@ -87,7 +89,7 @@ def notes_tar(path: Path) -> None:
 
 
 def zarr_of(path: Path, kind: str, chunk: bytes) -> None:
-    """An array of 8 numbers, version 2, whose one chunk is this."""
+    """Write an array of 8 numbers, version 2, with this single chunk."""
     path.mkdir()
     about = {
         "zarr_format": 2,
@@ -119,7 +121,7 @@ def zarr_lz4(path: Path) -> None:
 
 
 def hdf5_chunk(path: Path) -> None:
-    """A chunk of 8 MiB that inflates to 400."""
+    """Write a chunk of 8 MiB that inflates to 400 MiB."""
     import h5py
 
     with h5py.File(path, "w") as file:
@@ -128,7 +130,7 @@ def hdf5_chunk(path: Path) -> None:
 
 
 def parquet_page(path: Path) -> None:
-    """A text of 1 MiB that is repeated by its number: 1 GiB out of a file of 2 kB."""
+    """Write a text of 1 MiB that is repeated by its dictionary number: 1 GiB from a file of 2 kB."""
     import pyarrow
     import pyarrow.parquet
 
@@ -137,11 +139,11 @@ def parquet_page(path: Path) -> None:
 
 
 FILES = {
-    "notes.tar.gz": (notes_tar, "begins a name or note"),
-    "gzip.zarr": (zarr_gzip, "unpacks to more than"),
-    "zlib.zarr": (zarr_zlib, "unpacks to more than"),
-    "bz2.zarr": (zarr_bz2, "unpacks to more than"),
-    "lz4.zarr": (zarr_lz4, "unpacks to more than"),
-    "chunk.h5": (hdf5_chunk, "far more memory than its size can mean|Can't synchronously read"),
-    "page.parquet": (parquet_page, "far more memory than its size can mean|malloc of size"),
+    "notes.tar.gz": (notes_tar, "the name or note at byte"),
+    "gzip.zarr": (zarr_gzip, "decompresses to more than"),
+    "zlib.zarr": (zarr_zlib, "decompresses to more than"),
+    "bz2.zarr": (zarr_bz2, "decompresses to more than"),
+    "lz4.zarr": (zarr_lz4, "decompresses to more than"),
+    "chunk.h5": (hdf5_chunk, "far more memory than a file of this size|Can't synchronously read"),
+    "page.parquet": (parquet_page, "far more memory than a file of this size|malloc of size"),
 }

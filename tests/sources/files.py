@@ -1,4 +1,6 @@
-"""What the tests of files by others share: reading all of one as ``convert`` does, and damaging one at many places."""
+"""Common parts of the tests of foreign files: reading a whole file as ``convert`` does, and damaging it at many
+places.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class OpenFiles:
         return self._source
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples, in blocks of about ``block_bytes``."""
+        """Yield all samples in blocks of about ``block_bytes``."""
         return self._blocks(0, self.samples, block_bytes)
 
     def _blocks(self, start: int, stop: int, block_bytes: int) -> Iterator[Block]:
@@ -53,24 +55,24 @@ class OpenFiles:
                     yield piece.block
 
     def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
+        """Return the samples ``start`` to ``stop``."""
         assert 0 <= start <= stop <= self.samples
         blocks = list(self._blocks(start, stop, BLOCK_BYTES))
         return Block.concat(blocks) if blocks else Block.from_samples(self.schema, [])
 
     def check(self, start: int, checksums: Any) -> None:
-        """As ``convert`` compares what it wrote."""
+        """Compare samples with checksums, as ``convert`` does after writing."""
         self._opened().check(start, checksums)  # type: ignore[attr-defined]
 
     @property
     def reader(self) -> int:
-        """The number of the process that reads for this one."""
+        """Return the pid of the process that reads for this one."""
         opened = self._opened()._reader._open  # type: ignore[attr-defined]
         source = opened[1] if isinstance(opened, tuple) else opened
         return int(source._source._child.process.pid)
 
     def close(self) -> None:
-        """Let go of the source, which is opened again when it is needed."""
+        """Close the source. It is opened again when it is needed."""
         source, self._source = self._source, None
         if source is not None:
             source.close()
@@ -83,7 +85,7 @@ class OpenFiles:
 
 
 def file_kind(path: Path) -> str | None:
-    """The kind of file that a path is; None for a folder of objects."""
+    """Return the kind of file of a path; None for a folder of objects."""
     if (located := locate(str(path))) is not None:
         return located[2].name
     with contextlib.closing(open_store(str(path))) as store:
@@ -94,12 +96,12 @@ def file_kind(path: Path) -> str | None:
 
 
 def open_files(path: Path | str, options: SourceOptions | None = None) -> OpenFiles:
-    """The samples of ``path``."""
+    """Open the samples of ``path``."""
     return OpenFiles(path, options)
 
 
 def samples(path: Path | str, *, block_bytes: int = 1000, **options: Any) -> list[dict[str, Any]]:
-    """All samples of a file, out of small blocks."""
+    """Return all samples of a file, read in small blocks."""
     with open_files(path, SourceOptions(**options)) as source:
         found = [block.sample(i) for block in source.blocks(block_bytes=block_bytes) for i in range(len(block))]
         assert len(found) == source.samples
@@ -107,7 +109,7 @@ def samples(path: Path | str, *, block_bytes: int = 1000, **options: Any) -> lis
 
 
 def read(source: OpenFiles, start: int, stop: int) -> Block:
-    """Samples of a source that reads at random."""
+    """Return samples of a source with random access."""
     block = source.read(start, stop)
     assert isinstance(block, Block)
     assert len(block) == stop - start
@@ -115,7 +117,7 @@ def read(source: OpenFiles, start: int, stop: int) -> Block:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Equal in value, shape and stored dtype; not a number equals itself."""
+    """Return True if value, shape and stored dtype are equal. NaN equals NaN."""
     if isinstance(wanted, str | bytes):
         return type(found) is type(wanted) and bool(found == wanted)
     found, wanted = np.asarray(found), np.asarray(wanted)
@@ -127,7 +129,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def damaged(path: Path, *, cuts: int, flips: int, seed: int = 0) -> Iterator[tuple[str, Path]]:
-    """The file cut short at ``cuts`` places and with one bit flipped at ``flips``, one after another."""
+    """Yield the file truncated at ``cuts`` places and with one flipped bit at ``flips`` places, one after another."""
     whole = path.read_bytes()
     chance = random.Random(seed)
     copy = path.with_name(f"damaged{path.suffix}")
@@ -144,7 +146,7 @@ def damaged(path: Path, *, cuts: int, flips: int, seed: int = 0) -> Iterator[tup
 
 
 def outcome(path: Path, **options: Any) -> list[dict[str, Any]] | str:
-    """The samples, or the message of the error that cachetool raised; any other exception is a failure."""
+    """Return the samples, or the message of cachetool's error. Any other exception is a failure."""
     try:
         return samples(path, block_bytes=2**20, **options)
     except CacheToolError as error:

@@ -1,4 +1,4 @@
-"""CF attributes of HDF5, netCDF4 and Zarr: named where they are left alone, applied file by file by ``--decode cf``."""
+"""CF attributes of HDF5, netCDF4 and Zarr: reported if they are ignored, applied file by file with ``--decode cf``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALED = {"scale_factor": 0.01, "add_offset": 273.15, "_FillValue": np.int16(-99
 
 
 def write(path: Path, arrays: dict[str, tuple[Any, dict[str, Any]]], **options: Any) -> Path:
-    """An HDF5 file, or the folder of a Zarr, of arrays and their attributes."""
+    """Write an HDF5 file, or the folder of a Zarr, with arrays and their attributes."""
     if path.suffix == ".zarr":
         group = zarr.open_group(path, mode="w", **options)
         for name, (values, attributes) in arrays.items():
@@ -43,15 +43,15 @@ def write(path: Path, arrays: dict[str, tuple[Any, dict[str, Any]]], **options: 
 
 
 def decoded(values: Any, attributes: dict[str, Any]) -> Any:
-    """What values stand for by their attributes, or why that is refused."""
+    """Return the decoded values, or the message of the error."""
     stored = np.asarray(values)
     decoding = decoder(stored.dtype, packing_of(attributes, stored.dtype))
     return decoding if isinstance(decoding, str) else decoding[1](stored)
 
 
 @pytest.mark.parametrize("beside", ["groups", "offsets"])
-def test_each_group_and_each_flat_array_has_attributes_of_its_own(beside: str, tmp_path: Path) -> None:
-    """Decoded before arrays are joined to samples; without it a note names them."""
+def test_each_group_and_each_flat_array_uses_its_own_attributes(beside: str, tmp_path: Path) -> None:
+    """Values are decoded before arrays are joined to samples. Without the option a note names the attributes."""
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         if beside == "groups":
@@ -73,8 +73,8 @@ def test_each_group_and_each_flat_array_has_attributes_of_its_own(beside: str, t
 
 
 @pytest.mark.parametrize("name", ["x.h5", "x.nc.h5", "x.zarr"])
-def test_attributes_that_are_left_alone_are_named_with_the_option_that_applies_them(tmp_path: Path, name: str) -> None:
-    """The bits stay; a field without such attributes, and a fill value that is not a number, are no news."""
+def test_ignored_attributes_are_named_with_the_option_that_applies_them(tmp_path: Path, name: str) -> None:
+    """The bits stay. Fields without such attributes, and a fill value that is not a number, are not reported."""
     nothing = {"units": "K", "long_name": "plain", "_FillValue": np.float32("nan"), "valid_min": np.int16(3)}
     path = write(tmp_path / name, {"t2m": (COUNTS, SCALED), "plain": (np.arange(12, dtype="f4"), nothing)})
 
@@ -89,8 +89,9 @@ def test_attributes_that_are_left_alone_are_named_with_the_option_that_applies_t
 
 @pytest.mark.parametrize("name", ["{}.h5", "{}.zarr"])
 def test_each_file_of_a_series_is_unpacked_by_its_own_attributes(tmp_path: Path, name: str) -> None:
-    """Two packings of the same temperatures, the times counted from other days: here and from a server, in ``pull`` and
-    in ``convert``. Without the option it is said that they differ."""
+    """Two packings of the same temperatures, with times counted from other days: local and from a server, by ``pull``
+    and ``convert``. Without the option a note reports the difference.
+    """
     truth = np.round(np.random.default_rng(2).normal(280, 10, (40, 3)), 2)
     packings = ((0.01, 273.15, -32768, "hours since 1900-01-01"), (0.005, 250.0, -1, "days since 2000-01-01 12:00"))
     times = np.datetime64("2010-05-01T12:00") + np.arange(40).astype("m8[D]")
@@ -176,8 +177,8 @@ def test_each_file_of_a_series_is_unpacked_by_its_own_attributes(tmp_path: Path,
         ),
     ],
 )
-def test_numbers_stand_for_those_of_the_attributes(stored: Any, attributes: dict[str, Any], wanted: Any) -> None:
-    """The dtype as well: float32 where it holds each number that can be stored."""
+def test_packed_numbers_are_decoded_by_their_attributes(stored: Any, attributes: dict[str, Any], wanted: Any) -> None:
+    """The dtype too: float32 if it represents every possible stored number."""
     found = decoded(stored, attributes)
     assert found.dtype == wanted.dtype
     np.testing.assert_array_equal(found, wanted)
@@ -202,7 +203,7 @@ def test_numbers_stand_for_those_of_the_attributes(stored: Any, attributes: dict
 def test_times_are_counted_from_the_date_in_their_units(
     units: str, calendar: str | None, count: int, wanted: str, dtype: str
 ) -> None:
-    """Until 1582 the standard calendar is the Julian one, two days behind in the year 1."""
+    """Before 1582 the standard calendar is the Julian calendar, two days behind in the year 1."""
     attributes = {"units": units} | ({} if calendar is None else {"calendar": calendar})
     found = decoded(np.array([count], dtype), attributes)
     assert found.dtype == "<M8[ns]"
@@ -211,12 +212,12 @@ def test_times_are_counted_from_the_date_in_their_units(
 
 @pytest.mark.parametrize("dtype", ["i8", "u8"])
 def test_whole_counts_are_never_rounded(dtype: str) -> None:
-    """As float64 would round nanoseconds of today by a hundred."""
+    """float64 would round today's nanoseconds by a hundred."""
     counts = np.array([1_600_000_000_000_000_001, 1_600_000_000_123_456_789], dtype)
     assert decoded(counts, {"units": "nanoseconds since 1970-01-01"}).astype("i8").tolist() == counts.tolist()
 
 
-def test_a_time_that_is_missing_is_not_a_time() -> None:
+def test_a_missing_time_is_nat() -> None:
     since = {"units": "hours since 2000-01-01"}
     assert np.isnat(decoded(np.array([1, -99]), {**since, "_FillValue": -99})).tolist() == [False, True]
     assert np.isnat(decoded(np.array([1, np.nan, 9e36]), {**since, "missing_value": 9e36})).tolist() == [
@@ -232,11 +233,11 @@ def test_a_time_that_is_missing_is_not_a_time() -> None:
         ("days since 2000-01-01", "360_day", "calendar '360_day'"),
         ("days since 2000-01-01", "noleap", "calendar 'noleap'"),
         ("months since 2000-01-01", "standard", "'months since 2000-01-01'"),
-        ("days since 2000-13-01", "standard", "name no date"),
+        ("days since 2000-13-01", "standard", "no valid date"),
         ("days since launch", "standard", "'days since launch'"),
     ],
 )
-def test_times_that_datetime64_does_not_have_are_left_out_by_name(
+def test_times_that_datetime64_cannot_represent_are_left_out_and_named(
     tmp_path: Path, units: str, calendar: str, reason: str
 ) -> None:
     times = (np.arange(12), {"units": units, "calendar": calendar})
@@ -246,12 +247,12 @@ def test_times_that_datetime64_does_not_have_are_left_out_by_name(
         ((name, why),) = source.skipped
     assert name == "time"
     assert reason in why
-    with pytest.raises(UsageError, match=r"'time' cannot be taken: .*without --decode cf its counts are taken"):
+    with pytest.raises(UsageError, match=r"'time' cannot be read: .*leave out --decode cf"):
         samples(path, decode="cf", fields=("time",))
     assert samples(path, fields=("time",))[2]["time"] == 2
 
 
-def test_times_outside_of_datetime64_are_named_with_their_file(tmp_path: Path) -> None:
+def test_times_outside_the_range_of_datetime64_are_named_with_their_file(tmp_path: Path) -> None:
     times = (np.array([0, 10**6]), {"units": "days since 2000-01-01"})
     path = write(tmp_path / "x.h5", {"time": times})
     with pytest.raises(BadObject, match=r"x\.h5: 'time', rows .*: times outside of the years 1678 to 2262"):
@@ -259,8 +260,8 @@ def test_times_outside_of_datetime64_are_named_with_their_file(tmp_path: Path) -
     assert samples(path)[1]["time"] == 10**6
 
 
-def test_zarr_of_version_2_as_xarray_writes_it_masks_its_fill_value_and_other_zarr_does_not(tmp_path: Path) -> None:
-    """xarray names dimensions and sets no fill value of its own; others set one for chunks that are not there."""
+def test_the_fill_value_of_zarr_version_2_is_masked_only_if_xarray_wrote_it(tmp_path: Path) -> None:
+    """xarray names dimensions and sets no fill value of its own. Other writers set one for missing chunks."""
     for name, more in (("xarray.zarr", {"_ARRAY_DIMENSIONS": ["time"]}), ("plain.zarr", {})):
         path = tmp_path / name
         group = zarr.open_group(path, mode="w", zarr_format=2)
@@ -277,8 +278,8 @@ def test_zarr_of_version_2_as_xarray_writes_it_masks_its_fill_value_and_other_za
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (5, 2)}, {"chunks": (5, 2), "compression": "gzip"}])
-def test_values_are_those_of_the_file_however_it_is_laid_out(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also large contiguous rows, of which each is fetched from a server no more than once."""
+def test_values_are_right_for_every_layout_of_the_file(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Including large contiguous rows, each of which is fetched from a server at most once."""
     counts = np.random.default_rng(0).integers(0, 9999, (64, 40_000)).astype("i2")
     (tmp_path / "place").mkdir()
     chunks = {**options, "chunks": (5, 40_000)} if options else options
@@ -293,7 +294,7 @@ def test_values_are_those_of_the_file_however_it_is_laid_out(tmp_path: Path, opt
     print("REQUESTS", requests, sent / path.stat().st_size)
 
 
-def test_a_field_stored_as_numbers_in_one_file_and_packed_in_another_is_one_field_once_decoded(tmp_path: Path) -> None:
+def test_a_field_packed_in_only_some_files_is_one_field_after_decoding(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     write(tmp_path / "place" / "a.h5", {"t": (np.array([1, 2], "i2"), {"scale_factor": 0.5})})
     write(tmp_path / "place" / "b.h5", {"t": (np.array([7, 8], "f4"), {})})
@@ -313,7 +314,7 @@ def test_the_packing_of_each_file_is_kept_with_the_listing(tmp_path: Path) -> No
     assert scales == [0.5, 0.25]
 
 
-def test_decode_cf_where_there_is_nothing_to_decode_is_an_error(tmp_path: Path) -> None:
+def test_decode_cf_without_encoded_values_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     np.save(tmp_path / "objects" / "0.a.npy", COUNTS)
     np.save(tmp_path / "x.npy", COUNTS)
@@ -325,7 +326,7 @@ def test_decode_cf_where_there_is_nothing_to_decode_is_an_error(tmp_path: Path) 
         samples(tmp_path / "objects", decode="cf")
 
 
-def test_a_source_that_was_listed_as_it_is_stored_is_not_drawn_decoded_into_the_same_dataset(tmp_path: Path) -> None:
+def test_a_source_drawn_undecoded_is_not_drawn_decoded_into_the_same_dataset(tmp_path: Path) -> None:
     path = write(tmp_path / "x.h5", {"t2m": (COUNTS, SCALED)})
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(path, samples=3)
@@ -337,7 +338,7 @@ def test_a_source_that_was_listed_as_it_is_stored_is_not_drawn_decoded_into_the_
 @pytest.mark.parametrize(
     "value", [np.void(b"abc"), h5py.Empty("f4"), np.array(["a", "b"], "S1"), np.arange(5000.0), True]
 )
-def test_attributes_that_mean_nothing_do_no_harm(tmp_path: Path, value: Any) -> None:
+def test_invalid_attributes_are_ignored(tmp_path: Path, value: Any) -> None:
     names = ("scale_factor", "add_offset", "units", "calendar", "_Unsigned")
     path = write(tmp_path / "x.h5", {"t": (COUNTS, dict.fromkeys(names, value))})
     assert same(samples(path)[2]["t"], COUNTS[2])

@@ -1,4 +1,4 @@
-"""The example of a further kind of file: installed as somebody's package it does all that the others do."""
+"""The example of another kind of file: installed as a user's package, it works like the built-in kinds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_kind.py"
 
 
-def test_it_passes_the_contract_of_kinds(tmp_path: Path) -> None:
-    """As an installer leaves it: the module, and the entry points of the example's own lines."""
+def test_the_example_kind_passes_the_contract_of_kinds(tmp_path: Path) -> None:
+    """The package is installed as an installer leaves it: the module, and the entry points from the example's
+    docstring.
+    """
     text = EXAMPLE.read_text()
     (tmp_path / "custom_kind.py").write_text(text)
     lines = re.search(r'\[project\.entry-points\."(cachetool\.sources)"\]\n +(\w+) = "([\w:]+)"', text)
@@ -54,7 +56,7 @@ def test_it_passes_the_contract_of_kinds(tmp_path: Path) -> None:
         ("raw = custom_kind:KIND", r"entry point 'raw' \(custom_kind:KIND\) names the kind 'rawrows'; .* same name"),
     ],
 )
-def test_an_entry_point_that_cannot_be_used_is_named(point: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_entry_point_is_named(point: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     name, _, value = point.partition(" = ")
     points = [EntryPoint(name, value, ENTRY_POINTS)]

@@ -1,4 +1,4 @@
-"""From bytes to values: what each kind of object holds, and what is refused."""
+"""Decoding bytes to values: the contents of each kind of object, and the refused objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cachetool.sources.keys import Stem
 
 
 def read(name: str, body: bytes, *, images: bool = False) -> dict[str, Any]:
-    """The fields of the object ``name``."""
+    """Return the fields of the object ``name``."""
     part = Stem("first").split(name)
     assert not isinstance(part, str)
     return dict(decode(part, memoryview(body), images=images))
@@ -58,7 +58,7 @@ def npz(save: Callable[..., None] = np.savez, **arrays: Any) -> bytes:
     st.booleans(),
     st.sampled_from([(1, 0), (2, 0), (3, 0)]),
 )
-def test_every_array_numpy_writes_is_read_back(array: Any, fortran: bool, version: tuple[int, int]) -> None:
+def test_every_array_that_numpy_writes_is_read_back(array: Any, fortran: bool, version: tuple[int, int]) -> None:
     array = np.asfortranarray(array) if fortran else array
 
     found = parse_npy(memoryview(npy(array, version=version)))
@@ -97,7 +97,7 @@ def test_an_array_is_a_view_of_its_bytes() -> None:
         b"\x93NUMPY\x01\x00" + struct.pack("<H", 5000) + b"[" * 5000,
     ],
 )
-def test_what_is_no_plain_array_is_refused(body: bytes) -> None:
+def test_files_without_a_plain_array_are_refused(body: bytes) -> None:
     with pytest.raises(BadObject):
         parse_npy(memoryview(body))
 
@@ -116,12 +116,12 @@ def test_nothing_is_ever_unpickled() -> None:
             read("a.npz", body)
 
 
-def test_a_header_that_claims_a_huge_array_takes_no_memory() -> None:
+def test_a_header_that_declares_a_huge_array_takes_no_memory() -> None:
     huge = b"{'descr': '<f8', 'fortran_order': False, 'shape': (4611686018427387904, 9), }"
     claims = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(huge)) + huge + bytes(64)
     tracemalloc.start()
 
-    with pytest.raises(BadObject, match="which needs"):
+    with pytest.raises(BadObject, match=r"array of shape .* needs"):
         parse_npy(memoryview(claims))
 
     assert tracemalloc.get_traced_memory()[1] < 2**20
@@ -129,7 +129,7 @@ def test_a_header_that_claims_a_huge_array_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_gives_its_arrays(save: Any) -> None:
+def test_an_npz_is_decoded_to_its_arrays(save: Any) -> None:
     body = npz(save, image=np.arange(6).reshape(2, 3), scale=np.float32(0.5))
 
     plain, named = read("7.npz", body), read("7.views.npz", body)
@@ -140,13 +140,13 @@ def test_an_npz_gives_its_arrays(save: Any) -> None:
     assert plain["scale"] == np.float32(0.5)
 
 
-def test_a_single_string_in_an_npz_is_text_or_bytes_and_what_no_field_holds_waits_until_it_is_wanted() -> None:
+def test_a_string_in_an_npz_is_text_or_bytes_and_unsupported_members_fail_only_if_requested() -> None:
     found = read(
         "a.npz", npz(word="größe", raw=np.bytes_(b"\xff\x00x"), empty="", texts=["a", "bc"], x=np.zeros((), "O"))
     )
 
     assert (found["word"], found["raw"], found["empty"]) == ("größe", b"\xff\x00x", "")
-    assert found["texts"].why == ": an array of texts (<U2), where a field holds one text a sample"
+    assert found["texts"].why == " is an array of texts (<U2), but a field holds only one text per sample"
     assert found["x"].why.startswith(": dtype object cannot be stored")
     with pytest.raises(BadObject):
         read("a.npz", npz(half=np.array("\ud800")))
@@ -155,7 +155,7 @@ def test_a_single_string_in_an_npz_is_text_or_bytes_and_what_no_field_holds_wait
 def zipped(members: list[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as archive:
-        warnings.simplefilter("ignore")  # of names given twice, which is what is wanted here
+        warnings.simplefilter("ignore")  # warns about duplicate names, which this test wants
         for name, body in members:
             archive.writestr(name, body)
     return file.getvalue()
@@ -167,8 +167,8 @@ def zipped(members: list[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED)
         (b"junk", "not an .npz file"),
         (npz(a=np.zeros(3))[:-10], "not an .npz file"),
         (npz(a=np.zeros(300)).replace(bytes(40), b"x" * 40, 1), "not an .npz file"),
-        (zipped([("readme.txt", b"x")]), "no array"),
-        (zipped([("a.npy", npy(np.zeros(1))), ("a.npy", npy(np.zeros(1)))]), "two arrays of one name"),
+        (zipped([("readme.txt", b"x")]), "not an array"),
+        (zipped([("a.npy", npy(np.zeros(1))), ("a.npy", npy(np.zeros(1)))]), "two arrays of the same name"),
         (zipped([("a.npy", b"junk")]), "not a .npy file"),
         (zipped([("a.npy", npy(np.zeros(1)))], zipfile.ZIP_LZMA), "compressed by method 14"),
     ],
@@ -178,19 +178,19 @@ def test_a_bad_npz_is_refused(body: bytes, said: str) -> None:
         read("a.npz", body)
 
 
-def test_an_npz_that_would_grow_beyond_measure_is_refused_before_it_does() -> None:
+def test_an_npz_bomb_is_refused_before_it_is_inflated() -> None:
     """Row 80."""
     body = zipped([("a.npy", bytes(80 * 2**20))])
     tracemalloc.start()
 
-    with pytest.raises(BadObject, match="would grow"):
+    with pytest.raises(BadObject, match="npz is refused"):
         read("a.npz", body)
 
     assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     tracemalloc.stop()
 
 
-def test_json_gives_its_top_level_keys() -> None:
+def test_the_top_level_keys_of_a_json_object_are_fields() -> None:
     value = {"n": 3, "x": 0.5, "yes": True, "s": "grüße", "list": [1, {"a": None}], "d": {"k": "é"}}
 
     found = read("a.json", json.dumps(value).encode())
@@ -207,17 +207,17 @@ def test_json_that_is_no_object_is_one_field(text: str, value: Any) -> None:
     assert read("a.box.json", text.encode()) == {"box": value}
 
 
-def test_null_is_told_apart_so_that_only_a_wanted_one_matters() -> None:
+def test_null_is_an_error_only_if_its_field_is_requested() -> None:
     assert read("a.json", b'{"a": null, "b": 1}') == {"a": NULL, "b": 1}
 
 
 @pytest.mark.parametrize("text", [b'{"a": {"e": 1e400}}', b'{"a": [[-1e999]]}', b'{"a": 1e400}', b"[1e400]"])
-def test_a_json_number_beyond_float64_is_refused_and_no_infinity(text: bytes) -> None:
-    with pytest.raises(BadObject, match=r"the number -?1e[49]\S+ is beyond what float64 holds"):
+def test_a_json_number_beyond_float64_is_refused_and_not_infinity(text: bytes) -> None:
+    with pytest.raises(BadObject, match=r"the number -?1e[49]\S+ does not fit into float64"):
         read("a.json", text)
 
 
-def test_an_infinity_that_a_json_file_names_is_one() -> None:
+def test_an_infinity_written_in_a_json_file_is_read() -> None:
     assert read("a.json", b'{"a": Infinity, "b": [-Infinity, 1e300], "c": ["Infinity"]}') == {
         "a": math.inf,
         "b": "[-Infinity,1e+300]",
@@ -251,7 +251,7 @@ def test_bad_json_is_refused(text: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [(b"7", 7), (b" -12\n", -12), (b"+3", 3), (b"9223372036854775807", 2**63 - 1), (b"007", 7)]
 )
-def test_a_class_or_id_is_a_whole_number(text: bytes, value: int) -> None:
+def test_a_cls_or_id_object_is_a_whole_number(text: bytes, value: int) -> None:
     assert read("a.cls", text) == {"cls": value}
     assert read("a.id", text) == {"id": value}
 
@@ -259,7 +259,7 @@ def test_a_class_or_id_is_a_whole_number(text: bytes, value: int) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"x", b"1.5", b"1 2", b"9223372036854775808", b"1" * 100, b"0x10", "٣".encode(), b"1_0"]
 )
-def test_what_is_no_whole_number_is_refused(text: bytes) -> None:
+def test_a_cls_object_without_a_whole_number_is_refused(text: bytes) -> None:
     with pytest.raises(BadObject, match="not a whole number"):
         read("a.cls", text)
 
@@ -273,7 +273,7 @@ def test_text_is_utf8_and_bytes_are_bytes() -> None:
 
 
 def message(name: str, body: bytes) -> str:
-    """What the error says, if there is one; any other exception than ours goes through."""
+    """Return the message of the error, if there is one. Exceptions that are not cachetool's propagate."""
     try:
         read(name, body, images=True)
     except BadObject as error:
@@ -283,13 +283,13 @@ def message(name: str, body: bytes) -> str:
 
 @given(st.binary(max_size=200), st.sampled_from(["npy", "npz", "json", "cls", "txt", "jpg", "png", "gif", "tif"]))
 def test_no_bytes_raise_anything_but_bad_object(body: bytes, extension: str) -> None:
-    """Fuzz: bytes in, values or one error out."""
+    """Fuzzing: arbitrary bytes result in values or in one error."""
     assert message(f"a.{extension}", body).isprintable()
 
 
 @given(st.data())
 def test_damaged_files_raise_nothing_but_bad_object(data: st.DataObject) -> None:
-    """Fuzz: real files with some bytes changed."""
+    """Fuzzing: real files with some changed bytes."""
     name, good = data.draw(st.sampled_from(GOOD))
     body = bytearray(good)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -318,5 +318,5 @@ GOOD = [
 def test_a_shape_larger_than_any_array_is_refused_although_it_has_no_bytes(shape: str) -> None:
     header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
     file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-    with pytest.raises(BadObject, match="larger than any array"):
+    with pytest.raises(BadObject, match="too large for an array"):
         parse_npy(memoryview(file))

@@ -1,4 +1,4 @@
-"""Many at once, in order, and never more than there is room for."""
+"""Fetching many units together, in order, and never more than fit into memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def doubling() -> Iterator[Fetcher[int, int]]:
     fetcher.close()
 
 
-def test_results_come_in_the_order_of_the_tasks(doubling: Fetcher[int, int]) -> None:
+def test_results_are_delivered_in_the_order_of_the_tasks(doubling: Fetcher[int, int]) -> None:
     assert list(doubling.run(range(1000), ahead=10, size=lambda task: 1)) == list(range(0, 2000, 2))
     assert list(doubling.run([], ahead=10, size=lambda task: 1)) == []
 
 
-def test_a_later_task_may_be_done_first_and_waits_its_turn() -> None:
+def test_a_later_task_that_finishes_first_waits_for_its_turn() -> None:
     release = threading.Event()
 
     def work(task: int, stop: threading.Event) -> int:
@@ -39,8 +39,10 @@ def test_a_later_task_may_be_done_first_and_waits_its_turn() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(1, 2), (10, 4), (30, 10)])
-def test_no_more_is_begun_than_fits(ahead: int, most: int) -> None:
-    """Each task weighs 3; what is begun and not taken stays within ``ahead``, or 4 tasks within eight times that."""
+def test_no_more_tasks_are_started_than_fit(ahead: int, most: int) -> None:
+    """Each task weighs 3. Started tasks that were not taken stay within ``ahead``, or 4 tasks within eight times
+    that.
+    """
     begun, taken, seen = [0], [0], []
     lock = threading.Lock()
 
@@ -55,13 +57,13 @@ def test_no_more_is_begun_than_fits(ahead: int, most: int) -> None:
         with lock:
             taken[0] += 1
 
-    assert max(seen) <= most + 1  # the one just handed out counts until the consumer says so
+    assert max(seen) <= most + 1  # the task just delivered counts until the consumer returns
     assert begun[0] == 100
     fetcher.close()
 
 
-def test_threads_are_started_when_all_others_are_busy() -> None:
-    """Tasks one after another keep to one thread, and as many as are under way at once get one each."""
+def test_a_thread_is_started_if_all_others_are_busy() -> None:
+    """Sequential tasks use one thread, and simultaneous tasks get one thread each."""
     together = threading.Barrier(5)
 
     def work(task: int, stop: threading.Event) -> str:
@@ -75,7 +77,7 @@ def test_threads_are_started_when_all_others_are_busy() -> None:
     fetcher.close()
 
 
-def test_the_first_error_in_order_is_raised_and_the_rest_forgotten() -> None:
+def test_the_first_error_in_order_is_raised_and_later_results_are_dropped() -> None:
     started: list[int] = []
 
     def work(task: int, stop: threading.Event) -> int:
@@ -93,7 +95,7 @@ def test_the_first_error_in_order_is_raised_and_the_rest_forgotten() -> None:
     fetcher.close()
 
 
-def test_closing_the_iterator_tells_those_at_work() -> None:
+def test_closing_the_iterator_stops_running_tasks() -> None:
     stopped = threading.Event()
 
     def work(task: int, stop: threading.Event) -> int:

@@ -1,4 +1,4 @@
-"""``fields`` with a minus before each name: all but these, for every kind of source."""
+"""``fields`` with a minus before each name: all fields except these, for every kind of source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_parquet(path: Path) -> None:
 
 
 def members() -> list[tuple[str, bytes]]:
-    """Objects of four samples; ``c`` is beside others in a JSON."""
+    """Create objects of four samples; ``c`` is in a JSON beside other keys."""
     out = []
     for at in range(4):
         for name, array in (("a", A), ("b", B)):
@@ -84,12 +84,12 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(params=WRITERS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A source of the fields a, b and c."""
+    """Create a source of the fields a, b and c."""
     WRITERS[request.param](tmp_path / request.param)
     return tmp_path / str(request.param)
 
 
-def test_a_minus_leaves_a_field_out_and_keeps_the_others(path: Path, tmp_path: Path) -> None:
+def test_a_minus_leaves_out_a_field_and_keeps_the_others(path: Path, tmp_path: Path) -> None:
     assert {*samples(path, fields=("-b",))[0]} - {"__key__"} == {"a", "c"}
     assert {*samples(path, fields=("-a", "-c"))[0]} - {"__key__"} == {"b"}
     found = pulled(path, tmp_path / "cache", fields=["-b"])
@@ -97,20 +97,22 @@ def test_a_minus_leaves_a_field_out_and_keeps_the_others(path: Path, tmp_path: P
     assert all({*sample} == {"a", "c", "__key__"} for sample in found.values())
 
 
-def test_a_minus_goes_by_the_name_after_renaming(path: Path) -> None:
+def test_a_minus_refers_to_the_name_after_renaming(path: Path) -> None:
     assert {*samples(path, rename={"b": "x"}, fields=("-x",))[0]} - {"__key__"} == {"a", "c"}
 
 
-def test_a_field_to_leave_out_that_is_not_there_is_named_with_those_that_are(path: Path, tmp_path: Path) -> None:
-    """Of TFRecord files, whose records need not have all features, only where all were looked at."""
-    with pytest.raises(UsageError, match=r"no field 'typo'.*a, b, c|no field 'typo'.*a, c, b|no field 'typo'.*c, "):
+def test_leaving_out_a_missing_field_is_refused_with_the_existing_ones(path: Path, tmp_path: Path) -> None:
+    """Fields of TFRecord files, whose records need not have all features, only after all records were read."""
+    with pytest.raises(
+        UsageError, match=r"unknown field 'typo'.*a, b, c|unknown field 'typo'.*a, c, b|unknown field 'typo'.*c, "
+    ):
         samples(path, fields=("-typo",))
     if path.suffix != ".tfrecord":
-        with pytest.raises(UsageError, match="no field 'typo'"):
+        with pytest.raises(UsageError, match="unknown field 'typo'"):
             pulled(path, tmp_path / "cache", fields=["-typo"])
 
 
-def test_what_was_left_out_on_request_is_no_news(path: Path, tmp_path: Path) -> None:
+def test_fields_left_out_on_request_are_not_reported(path: Path, tmp_path: Path) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         assert cache.pull(path, all=True, fields=["-b"]).left_out == ()
 
@@ -134,14 +136,14 @@ def test_a_file_of_a_set_may_lack_the_field_that_is_left_out(tmp_path: Path) -> 
     assert len(samples(tmp_path / "set", fields=("-b",))) == 8
 
 
-def test_a_field_that_cannot_be_taken_may_be_left_out_too(tmp_path: Path) -> None:
+def test_an_unsupported_field_can_be_left_out_too(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"], file["größe"], file["single"] = A, B, 3
     with open_files(tmp_path / "x.h5", SourceOptions(fields=("-größe", "-single"))) as source:
         assert source.schema.names == ("a",)
 
 
-def test_the_values_of_a_database_alone_cannot_be_left_out(tmp_path: Path) -> None:
+def test_the_only_values_of_a_database_cannot_be_left_out(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
         txn.put(b"a", b"value")
     with pytest.raises(UsageError, match="'value'"):
@@ -151,14 +153,14 @@ def test_the_values_of_a_database_alone_cannot_be_left_out(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (("a", "-b"), "'a' and '-b' do both"),
-        (("-b", "a", "c"), "'a' and '-b' do both"),
+        (("a", "-b"), "but not both: 'a', '-b'"),
+        (("-b", "a", "c"), "but not both: 'a', '-b'"),
         (("-",), "a minus without a name"),
         (("-__key__",), "--no-key"),
         (("-b", "-__key__"), "--no-key"),
     ],
 )
-def test_a_choice_that_means_nothing_is_refused(fields: tuple[str, ...], reason: str) -> None:
+def test_an_invalid_choice_of_fields_is_refused(fields: tuple[str, ...], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         SourceOptions(fields=fields)
 

@@ -1,4 +1,4 @@
-"""``--decode image`` for files whose values do not say by a name what they are."""
+"""``--decode image`` for files whose values have no names that show their kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def pictures(*heights: int) -> list[Any]:
 
 
 def write(path: Path, images: list[bytes]) -> Path:
-    """A dataset of byte lists, as h5py users keep images, beside one of labels and one of plain byte lists."""
+    """Write a dataset of byte lists, the usual form of images in h5py, beside one of labels and one of plain byte
+    lists.
+    """
     with h5py.File(path, "w") as file:
         for name in ("image", "noise"):
             dataset = file.create_dataset(name, (len(images),), h5py.vlen_dtype(np.uint8))
@@ -50,10 +52,10 @@ def write(path: Path, images: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize(("heights", "shape"), [((4, 4, 4), (4, 6, 3)), ((4, 5, 4), (None, None, None))])
-def test_lists_of_bytes_that_begin_as_images_are_decoded(
+def test_byte_lists_that_begin_like_images_are_decoded(
     tmp_path: Path, heights: tuple[int, ...], shape: tuple[int | None, ...]
 ) -> None:
-    """Of one size fixed, of several ragged; other fields stay as they are."""
+    """Images of one size become a fixed field, images of several sizes a ragged one. Other fields do not change."""
     wanted = pictures(*heights)
     path = write(tmp_path / "x.h5", [png(array) for array in wanted])
 
@@ -68,8 +70,8 @@ def test_lists_of_bytes_that_begin_as_images_are_decoded(
     assert samples(path)[0]["image"].tobytes() == png(wanted[0])
 
 
-def test_resized_images_are_one_fixed_field(tmp_path: Path) -> None:
-    """Whatever their own sizes, in a file whose values have no names as in one that says what they are."""
+def test_resized_images_become_one_fixed_field(tmp_path: Path) -> None:
+    """The original sizes do not matter. The files either name the kind of their values or do not."""
     images = [png(array) for array in pictures(4, 50, 7)]
     path = write(tmp_path / "x.h5", images)
     with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
@@ -95,7 +97,7 @@ def test_resized_images_are_one_fixed_field(tmp_path: Path) -> None:
     assert samples(path, decode="image", resize=3)[0]["noise"].tobytes() == images[0][1:]
 
 
-def test_bytes_that_begin_as_images_are_decoded(tmp_path: Path) -> None:
+def test_bytes_that_begin_like_images_are_decoded(tmp_path: Path) -> None:
     wanted = pictures(3, 7, 5)
     env = lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0)
     with env.begin(write=True) as txn:
@@ -122,7 +124,7 @@ def test_a_value_that_is_no_image_among_images_is_named(tmp_path: Path) -> None:
 
 
 def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:
-    """Its header is sound, so that it is found when it is decoded."""
+    """The image's header is valid, so the damage is found during decoding."""
     whole = [png(array) for array in pictures(30, 30, 30)]
     path = write(tmp_path / "x.h5", [whole[0], whole[1][: len(whole[1]) // 2], whole[2]])
 
@@ -131,7 +133,7 @@ def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:
 
 
 def write_without_images(folder: Path) -> dict[str, Path]:
-    """Bytes, numbers and text of each kind of source, and nothing that is an image."""
+    """Write bytes, numbers and text of each kind of source, without any image."""
     raw = np.arange(12, dtype="u1").reshape(2, 6)
     places = {name: folder / name for name in ("x.h5", "x.npz", "x.tar", "x.lmdb", "x.tfrecord", "x.zarr", "objects")}
     write(places["x.h5"], [b"", b"abc", b"de"])
@@ -150,18 +152,18 @@ def write_without_images(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("decode", ["image", "mask"])
-def test_decoding_that_finds_no_image_is_an_error_in_every_kind_of_source(tmp_path: Path, decode: str) -> None:
-    """Where a pull looks at a few samples, and where a conversion looks at all."""
+def test_decode_image_without_an_image_is_an_error_in_every_kind_of_source(tmp_path: Path, decode: str) -> None:
+    """A pull probes a few samples, a conversion reads all."""
     for name, path in write_without_images(tmp_path).items():
         for use in (
             lambda path: samples(path, decode=decode),
             lambda path: pulled(path, tmp_path / f"cache-{path.name}", decode=decode),
         ):
-            with pytest.raises(UsageError, match=rf"--decode {decode} finds no image in .*{name}.*; there is "):
+            with pytest.raises(UsageError, match=rf"--decode {decode} finds no image in .*{name}.*; the fields are "):
                 use(path)
 
 
-def test_a_choice_of_fields_without_the_image_leaves_nothing_to_decode(tmp_path: Path) -> None:
+def test_decode_image_with_fields_that_exclude_the_image_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     for name, body in (("0.jpg.png", png(pictures(3)[0])), ("0.cls", b"1")):
         (tmp_path / "objects" / name).write_bytes(body)
@@ -170,7 +172,7 @@ def test_a_choice_of_fields_without_the_image_leaves_nothing_to_decode(tmp_path:
 
 
 def mask(values: Any, mode: str) -> bytes:
-    """A PNG of one channel; of mode P with the colours of VOC."""
+    """Return a PNG of one channel; in mode P it has the palette of VOC."""
     image = Image.fromarray(values) if mode == "I;16" else Image.fromarray(values.astype("u1"), "L")
     if mode == "P":
         image = image.convert("L")
@@ -194,7 +196,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mode", MASKS)
 def test_masks_keep_their_numbers_in_every_kind_of_source(tmp_path: Path, mode: str) -> None:
-    """The photographs beside them become colours. The numbers of a mask are never mixed by a resize."""
+    """Photographs beside the masks become colours. A resize never mixes the numbers of a mask."""
     body, wanted = MASKS[mode]
     photo = pictures(5)[0]
     (tmp_path / "objects").mkdir()
@@ -223,7 +225,7 @@ def test_masks_keep_their_numbers_in_every_kind_of_source(tmp_path: Path, mode: 
 
 
 @pytest.mark.parametrize("options", [{"decode": "mask"}, {"decode": "mask", "value_format": "image"}])
-def test_masks_of_a_database_keep_their_numbers_whether_it_is_said_that_they_are_images(
+def test_masks_of_a_database_keep_their_numbers_with_and_without_value_format_image(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
@@ -234,7 +236,7 @@ def test_masks_of_a_database_keep_their_numbers_whether_it_is_said_that_they_are
     assert all(same(sample["value"], INDICES.repeat(2, axis=0).repeat(2, axis=1)) for sample in resized)
 
 
-def test_a_palette_is_colours_to_decode_image(tmp_path: Path) -> None:
+def test_decode_image_converts_a_palette_to_colours(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "0.png").write_bytes(MASKS["P"][0])
     (found,) = samples(tmp_path / "objects", decode="image")
@@ -252,7 +254,7 @@ def test_masks_of_several_sizes_are_ragged_and_jpegs_stay_colours(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["objects", "x.h5"])
-def test_masks_among_images_of_colours_are_an_error_that_says_what_to_do(tmp_path: Path, name: str) -> None:
+def test_masks_among_colour_images_are_an_error_with_advice(tmp_path: Path, name: str) -> None:
     images = [MASKS["L"][0], png(pictures(2)[0])]
     write(tmp_path / "x.h5", images)
     (tmp_path / "objects").mkdir()
@@ -263,17 +265,17 @@ def test_masks_among_images_of_colours_are_an_error_that_says_what_to_do(tmp_pat
     assert len(pulled(tmp_path / name, tmp_path / "cache", decode="image")) == 2
 
 
-def test_depth_of_16_bits_is_refused_as_an_image_with_the_option_that_takes_it(tmp_path: Path) -> None:
+def test_16_bit_depth_images_are_refused_with_the_option_that_reads_them(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "0.png").write_bytes(MASKS["I;16"][0])
-    with pytest.raises(BadObject, match="not 8 bits; pull it as bytes, or take its numbers with --decode mask"):
+    with pytest.raises(BadObject, match="not 8 bits; pull it as bytes, or read its numbers with --decode mask"):
         samples(tmp_path / "objects", decode="image")
     assert same(samples(tmp_path / "objects", decode="mask")[0]["png"], MASKS["I;16"][1])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_gray_of_few_bits_keeps_the_numbers_that_are_stored(bits: int) -> None:
-    """Which Pillow spreads over 8 bits."""
+def test_gray_images_of_few_bits_keep_their_stored_numbers(bits: int) -> None:
+    """Pillow would spread them over 8 bits."""
     numbers = np.arange(16, dtype="u1").reshape(2, 8) & np.uint8(2**bits - 1)
     packed = np.packbits(np.unpackbits(numbers[..., None], axis=2)[..., 8 - bits :].reshape(2, -1), axis=1)
     head = struct.pack(">IIBBBBB", 8, 2, bits, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Which files a path holds, what a source of files promises, and the process that reads for this one."""
+"""The files that a path selects, the promises of a file source, and the process that reads for this one."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.fixture(params=WRITERS)
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file of ten samples, of every kind in turn."""
+    """Create a file of ten samples, of every kind in turn."""
     suffix, write = WRITERS[request.param]
     write(tmp_path / f"data{suffix}")
     return tmp_path / f"data{suffix}"
 
 
 def test_every_kind_keeps_the_promises_of_a_file_source(file: Path) -> None:
-    """Ten samples in order, in blocks of any size, as often as asked for, also after close; a second close is fine."""
+    """Ten samples are read in order, in blocks of any size, repeatedly, also after close. A second close is allowed."""
     with open_files(file) as source:
         assert source.samples == 10
         whole = [block.sample(i) for block in source.blocks() for i in range(len(block))]
@@ -85,7 +85,7 @@ def test_every_kind_keeps_the_promises_of_a_file_source(file: Path) -> None:
     source.close()
 
 
-def test_blocks_stay_as_they_were_after_close(file: Path) -> None:
+def test_blocks_do_not_change_after_close(file: Path) -> None:
     source = open_files(file)
     blocks = list(source.blocks(block_bytes=50))
     before = [block.sample(i) for block in blocks for i in range(len(block))]
@@ -95,7 +95,7 @@ def test_blocks_stay_as_they_were_after_close(file: Path) -> None:
     assert all(same(a[name], b[name]) for a, b in zip(after, before, strict=True) for name in b)
 
 
-def test_any_run_of_samples_is_that_of_the_blocks(file: Path) -> None:
+def test_any_run_of_samples_equals_that_of_the_blocks(file: Path) -> None:
     with open_files(file) as source:
         whole = Block.concat(list(source.blocks()))
         for start, stop in [(5, 10), (0, 3), (3, 5), (4, 4), (0, 10)]:
@@ -105,7 +105,7 @@ def test_any_run_of_samples_is_that_of_the_blocks(file: Path) -> None:
                 assert all(same(part.sample(i)[name], whole.sample(start + i)[name]) for name in source.schema.names)
 
 
-def test_the_kind_is_known_by_name_and_by_first_bytes(file: Path, tmp_path: Path) -> None:
+def test_the_kind_is_recognised_by_name_and_by_first_bytes(file: Path, tmp_path: Path) -> None:
     kind = next(kind for kind, (suffix, _) in WRITERS.items() if suffix == file.suffix)
     assert file_kind(file) == kind
     if kind not in ("zarr", "npz"):
@@ -128,14 +128,14 @@ def test_the_kind_is_known_by_name_and_by_first_bytes(file: Path, tmp_path: Path
         ("x.mdb", "lmdb"),
     ],
 )
-def test_names_of_other_tools(tmp_path: Path, name: str, kind: str) -> None:
+def test_file_names_of_other_tools_are_recognised(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).touch()
 
     assert file_kind(tmp_path / name) == kind
 
 
-def test_folders(tmp_path: Path) -> None:
-    """Files of one kind are one source, whatever describes them; of several kinds the one with the most bytes."""
+def test_a_folder_of_files_is_one_source_of_the_kind_with_most_bytes(tmp_path: Path) -> None:
+    """Files that describe the others do not count."""
     objects = tmp_path / "objects"
     objects.mkdir()
     np.save(objects / "0.npy", np.arange(3))
@@ -154,7 +154,7 @@ def test_folders(tmp_path: Path) -> None:
         with open_files(files, options) as source:
             assert source.samples == 10
             assert dict(source.skipped) == {
-                "a.h5": "no lmdb file; --read-as hdf5 takes it",
+                "a.h5": "no lmdb file; --read-as hdf5 reads it",
                 **dict.fromkeys(("README.md", "dataset_info.json", "a.h5.md5"), "describes other files"),
             }
 
@@ -170,7 +170,7 @@ def test_folders(tmp_path: Path) -> None:
         ["a.npy"],
     ],
 )
-def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
+def test_other_files_beside_files_of_samples_are_skipped_and_named_by_pull_and_convert(
     others: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "files"
@@ -190,7 +190,7 @@ def test_what_lies_beside_files_of_samples_is_left_out_and_named_by_both_verbs(
     assert sorted(name for name, _ in result.left_out) == sorted(name for name, _ in skipped) == sorted(others)
 
 
-def test_objects_are_taken_on_request_where_files_of_samples_lie_beside(tmp_path: Path) -> None:
+def test_objects_beside_files_of_samples_are_read_on_request(tmp_path: Path) -> None:
     for name in "ab":
         write_hdf5(tmp_path / f"{name}.h5")
         (tmp_path / f"{name}.pdf").write_text("pdf")
@@ -199,14 +199,14 @@ def test_objects_are_taken_on_request_where_files_of_samples_lie_beside(tmp_path
         assert set(source.schema.names) == {"h5", "pdf", "__key__"}
 
 
-def test_a_small_file_of_samples_among_objects_does_not_decide(tmp_path: Path) -> None:
+def test_a_small_file_of_samples_among_objects_does_not_decide_the_kind(tmp_path: Path) -> None:
     for number in range(5):
         (tmp_path / f"{number}.jpg").write_bytes(bytes(20_000))
         (tmp_path / f"{number}.h5").write_bytes(bytes(100))
     assert file_kind(tmp_path) is None
 
 
-def test_where_no_sizes_are_told_the_number_of_files_decides(tmp_path: Path) -> None:
+def test_without_listed_sizes_the_number_of_files_decides_the_kind(tmp_path: Path) -> None:
     census = Census("http://a/")
     pages = [[Object(f"{number}.h5", -1) for number in range(3)], [Object("x.pdf", 10**9)]]
     assert list(census.count(iter(pages))) == pages
@@ -215,7 +215,7 @@ def test_where_no_sizes_are_told_the_number_of_files_decides(tmp_path: Path) -> 
     assert kind.name == "hdf5"
 
 
-def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     write_hdf5(tmp_path / "a.h5")
     write_hdf5(tmp_path / ".b.h5")
 
@@ -223,10 +223,10 @@ def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
         assert source.samples == 10
 
 
-def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
+def test_paths_without_a_file_of_samples_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
 
-    with pytest.raises(UsageError, match=r"notes\.txt' is a file; give the folder"):
+    with pytest.raises(UsageError, match=r"notes\.txt' is a file of an unknown kind;\ngive the folder"):
         open_files(tmp_path / "notes.txt")
     with pytest.raises(NotFound, match="nowhere"):
         open_files(tmp_path / "nowhere")
@@ -235,14 +235,14 @@ def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
         open_files(tmp_path / "pipe.h5")
     np.save(tmp_path / "x.npy", np.arange(3))
     with pytest.raises(
-        UsageError, match=r"--value-format is for lmdb files and objects of bytes; 'x\.npy' is a npy file"
+        UsageError, match=r"--value-format is for lmdb files and objects of bytes, but 'x\.npy' is a npy file"
     ):
         open_files(tmp_path / "x.npy", SourceOptions(value_format="npy"))
-    with pytest.raises(UsageError, match=r"--decode image .*: 'x\.npy'$"):
+    with pytest.raises(UsageError, match=r"--decode image .*: 'x\.npy'"):
         open_files(tmp_path / "x.npy", SourceOptions(decode="image"))
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.parquet").touch()
-    with pytest.raises(UsageError, match=r"lmdb files and .*; .*/tables holds parquet files"):
+    with pytest.raises(UsageError, match=r"lmdb files and .*/tables holds parquet files"):
         open_files(tmp_path / "tables", SourceOptions(value_format="npy"))
 
 
@@ -250,14 +250,14 @@ def test_options_cross_processes_as_json() -> None:
     options = SourceOptions(fields=("a", "b"), rename={"x": "a"}, value_format="raw:float32,3", rows=7, key=False)
 
     assert SourceOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
-    with pytest.raises(UsageError, match="--rows -1 cannot be used: at least 1"):
+    with pytest.raises(UsageError, match="--rows -1 cannot be used; it must be at least 1"):
         SourceOptions(rows=-1)
     with pytest.raises(UsageError, match="unknown --decode 'audio'"):
         SourceOptions(decode="audio")
 
 
-def test_reading_needs_no_heavy_library_here(tmp_path: Path) -> None:
-    """h5py, zarr and lmdb are imported by the process that reads, not by the one that asks."""
+def test_reading_imports_no_heavy_library_in_the_calling_process(tmp_path: Path) -> None:
+    """The process that reads imports h5py, zarr and lmdb, not the calling one."""
     write_hdf5(tmp_path / "x.h5")
     program = (
         "import sys; from tests.sources.files import open_files\n"
@@ -280,7 +280,7 @@ SCHEMA = Schema((Field("x", "<f4", (2,)), Field("e", "<i8", (0,)), Field("r", "<
 
 
 def arrays() -> list[Any]:
-    """What the reading process sends for two samples of ``SCHEMA``."""
+    """Return the arrays that the reading process sends for two samples of ``SCHEMA``."""
     return [
         np.arange(4, dtype="<f4"),
         np.array([2]),
@@ -304,7 +304,7 @@ def receive(parts: list[Any]) -> Block:
     return read_block(SCHEMA, [part.nbytes for part in parts], take)
 
 
-def test_a_block_comes_through_the_pipe() -> None:
+def test_a_block_is_received_through_the_pipe() -> None:
     block = receive(arrays())
 
     assert len(block) == 2
@@ -317,9 +317,9 @@ def test_a_block_comes_through_the_pipe() -> None:
 @pytest.mark.parametrize(
     ("index", "value"),
     [
-        (0, np.arange(6, dtype="<f4")),  # three samples where others have two
-        (0, np.arange(3, dtype="<f4")),  # one and a half
-        (0, np.zeros(9, dtype=np.uint8)),  # no whole number
+        (0, np.arange(6, dtype="<f4")),  # three samples, where other columns have two
+        (0, np.arange(3, dtype="<f4")),  # one and a half samples
+        (0, np.zeros(9, dtype=np.uint8)),  # not a whole number of values
         (1, np.array([3])),
         (1, np.empty(0, dtype="<i8")),
         (2, np.array([0, 2, 7])),
@@ -328,13 +328,13 @@ def test_a_block_comes_through_the_pipe() -> None:
         (2, np.empty(0, dtype="<i8")),
         (3, np.array([[1, 2], [2, 3]])),
         (3, np.array([[1, 2], [-2, -2]])),
-        (3, np.array([[1, 2], [2**62 + 1, 4]])),  # whose product wraps around to 4
+        (3, np.array([[1, 2], [2**62 + 1, 4]])),  # the product wraps around to 4
         (3, np.array([1, 2, 2])),
         (5, np.array([0, 2, 1])),
     ],
 )
 def test_a_reader_under_a_hostile_files_command_cannot_send_nonsense(index: int, value: Any) -> None:
-    """Whatever sizes come through the pipe, there is a sound block or an error."""
+    """The caller gets a valid block or an error for any sizes in the pipe."""
     parts = arrays()
     parts[index] = value
 
@@ -342,7 +342,7 @@ def test_a_reader_under_a_hostile_files_command_cannot_send_nonsense(index: int,
         receive(parts)
     with pytest.raises(ValueError, match="more arrays than fields"):
         receive([*arrays(), np.arange(1)])
-    with pytest.raises(ValueError, match="no sound size"):
+    with pytest.raises(ValueError, match="an invalid size"):
         receive(arrays()[:-1])
 
 
@@ -361,7 +361,7 @@ def test_a_reader_that_dies_while_it_starts_is_an_error(tmp_path: Path, monkeypa
     ],
     ids=lambda said: said[:20],
 )  # fmt: skip
-def test_whatever_a_reader_under_a_hostile_files_command_says_is_an_error_of_the_file(
+def test_any_message_of_a_reader_under_a_hostile_files_command_is_an_error_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     write_hdf5(tmp_path / "x.h5")
@@ -371,33 +371,35 @@ def test_whatever_a_reader_under_a_hostile_files_command_says_is_an_error_of_the
     monkeypatch.setattr(sys, "executable", str(tmp_path / "reader"))
     monkeypatch.setattr(guard, "MAX_ANSWER", 50_000)
 
-    with pytest.raises(BadObject, match=r"x\.h5: its reader talks nonsense"):
+    with pytest.raises(BadObject, match=r"x\.h5: the process that reads it returned invalid data"):
         open_files(tmp_path / "x.h5")
 
 
-def test_a_reader_under_a_hostile_files_command_cannot_keep_its_caller_asking(
+def test_a_reader_under_a_hostile_files_command_cannot_cause_endless_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that sends no samples was asked for the same ones again, for ever."""
+    """Before, a reader that sent no samples was asked for the same samples again, forever."""
     with lmdb.open(os.fspath(tmp_path / "x.lmdb"), subdir=False) as env, env.begin(write=True) as txn:
         txn.put(b"a", b"value")
 
     with open_files(tmp_path / "x.lmdb") as source:
         monkeypatch.setattr(guard, "read_block", lambda schema, *_: Block.from_samples(schema, []))
-        with pytest.raises(BadObject, match=r"x\.lmdb: its reader talks nonsense: 0 samples instead of 1"):
+        with pytest.raises(
+            BadObject, match=r"x\.lmdb: the process that reads it returned invalid data: 0 samples instead of 1"
+        ):
             read(source, 0, 1)
 
 
-def test_ragged_columns_are_views_of_what_came() -> None:
+def test_ragged_columns_are_views_of_the_received_bytes() -> None:
     column = receive(arrays()).columns["t"]
 
     assert isinstance(column, Ragged)
     assert column.sizes.tolist() == [1, 2]
 
 
-def test_a_reader_whose_starter_ended_before_it_asked_ends_without_a_word() -> None:
+def test_a_reader_whose_parent_ended_before_its_request_ends_silently() -> None:
     program = "from cachetool.proc.child import main; main()"
     done = subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
-    assert done.returncode in (0, -signal.SIGTERM)  # which it sends itself, so that its work ends
+    assert done.returncode in (0, -signal.SIGTERM)  # it sends this signal to itself to end its work
     assert done.stderr == b""

@@ -1,4 +1,4 @@
-"""Which axis of a file's arrays is that of the samples, and files with one group a sample."""
+"""The sample axis of a file's arrays, and files with one group per sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("h5", "npz", "zarr")
 
 
 def write(path: Path, arrays: Mapping[str, Any]) -> Path:
-    """A file of these arrays, in the kind that its name says; a dictionary is a group."""
+    """Write a file of these arrays, of the kind that its name implies. A dictionary is a group."""
     flat = dict(_flat(arrays))
     if path.suffix == ".npz":
         np.savez(path, **flat)
@@ -51,7 +51,7 @@ def _flat(arrays: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def advised(text: str, option: str) -> str:
-    """What a line advises to give an option."""
+    """Return the value that a message advises for an option."""
     (value,) = re.findall(rf"{option} ('[^']*'|[^\s)]+)", text)
     return shlex.split(value)[0]
 
@@ -62,7 +62,7 @@ def lost(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_length_that_most_bytes_have_is_that_of_the_samples(kind: str, tmp_path: Path) -> None:
+def test_the_length_with_most_bytes_is_the_number_of_samples(kind: str, tmp_path: Path) -> None:
     arrays = {"images": IMAGES, "labels": np.arange(200), "mean": np.zeros(3), "std": np.ones(3), "names": np.arange(3)}
     path = write(tmp_path / f"x.{kind}", arrays)
 
@@ -71,7 +71,7 @@ def test_the_length_that_most_bytes_have_is_that_of_the_samples(kind: str, tmp_p
         why = dict(source.skipped)
     assert set(why) == {"mean", "std", "names"}
     (line,) = [text for text in why.values() if "--fields" in text]
-    assert "its first dimension is 3, not 200, which most bytes have" in line
+    assert "its first dimension is 3, not 200, the length with the most bytes" in line
     with open_files(path, SourceOptions(fields=tuple(advised(line, "--fields").split(",")))) as source:
         assert (source.samples, set(source.schema.names)) == (3, {"mean", "std", "names"})
     with open_files(path, SourceOptions(fields=("labels", "images"))) as source:
@@ -93,7 +93,7 @@ def test_the_length_that_most_bytes_have_is_that_of_the_samples(kind: str, tmp_p
     ],
     ids=["table", "table-and-one", "offsets", "texts", "single", "spaces", "splits", "cameras"],
 )  # fmt: skip
-def test_the_option_that_a_line_names_takes_the_arrays_of_the_other_length(
+def test_the_option_in_the_note_reads_the_arrays_of_the_other_length(
     arrays: Any, count: int, advice: str | None, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "x.h5", arrays)
@@ -149,7 +149,9 @@ def test_each_group_is_a_sample_with_its_name_as_the_key(kind: str, content: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_verbs_say_how_groups_are_read_and_the_option_that_decides_otherwise(kind: str, tmp_path: Path) -> None:
+def test_pull_and_convert_report_how_groups_are_read_and_the_option_for_the_other_way(
+    kind: str, tmp_path: Path
+) -> None:
     content = {"data": FEATURES, "mask": {"train": np.arange(4)}}
     path = write(tmp_path / f"x.{kind}", content)
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -159,7 +161,7 @@ def test_both_verbs_say_how_groups_are_read_and_the_option_that_decides_otherwis
         assert pulled.notes == converted.notes
         assert [name for name, _ in pulled.left_out] == [name for name, _ in converted.skipped] == ["mask/train"]
         (note,) = pulled.notes
-        assert "50 groups ('data/clip000' to 'data/clip049') are 50 samples" in note
+        assert "50 groups ('data/clip000' to 'data/clip049') is a sample" in note
         rows = cache.pull(str(path), all=True, workers=1, dataset="rows", read_as=advised(note, "--read-as"))
         assert (rows.samples, rows.notes) == (16, ())
         fields = cache.pull(str(path), all=True, workers=1, dataset="some", fields=["label"])
@@ -171,18 +173,16 @@ def test_both_verbs_say_how_groups_are_read_and_the_option_that_decides_otherwis
 @pytest.mark.parametrize(
     ("content", "count"),
     [
-        ({f"clip{i}": {"x": np.zeros((100, 4))} for i in range(50)}, 50),  # may be 50 sensors
+        ({f"clip{i}": {"x": np.zeros((100, 4))} for i in range(50)}, 50),  # could be 50 sensors
         ({"train": {"x": np.zeros((6, 4))}, "test": {"x": np.zeros((6, 4))}}, 2),
         ({"office": {"x": np.zeros((6, 4))}, "home": {"x": np.zeros((7, 4))}, "web": {"x": np.zeros((8, 4))}}, 3),
     ],
     ids=["sensors", "splits", "domains"],
 )
-def test_groups_that_can_be_read_in_two_ways_are_refused_with_options_that_work(
-    content: Any, count: int, tmp_path: Path
-) -> None:
+def test_ambiguous_groups_are_refused_with_options_that_work(content: Any, count: int, tmp_path: Path) -> None:
     path = write(tmp_path / "x.h5", content)
 
-    with pytest.raises(UsageError, match=f"{count} groups hold the same arrays") as refused:
+    with pytest.raises(UsageError, match=f"{count} groups have the same arrays") as refused:
         open_files(path)
     text = str(refused.value)
     assert re.findall("--read-as ([a-z]+)", text) == ["groups", "rows"]
@@ -223,7 +223,7 @@ def test_groups_that_are_fields_stay_fields(content: Any, tmp_path: Path) -> Non
     ],
     ids=["one more", "another type", "one lacks", "beside"],
 )
-def test_numbered_groups_of_which_one_is_odd_are_samples_of_what_all_have(
+def test_numbered_groups_become_samples_with_the_fields_common_to_all(
     odd: dict[str, Any], fields: tuple[str, ...], left: list[str], tmp_path: Path
 ) -> None:
     content = {f"data/demo_{n}/actions": np.full((3 + n % 2, 3), n, "f8") for n in range(6)}
@@ -242,10 +242,10 @@ def test_numbered_groups_of_which_one_is_odd_are_samples_of_what_all_have(
             assert [float(source.read(n, n + 1).sample(0)["states"].max()) for n in range(6)] == list(range(6))
 
 
-def test_groups_that_are_not_there_are_no_samples(tmp_path: Path) -> None:
+def test_missing_groups_are_no_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "x.h5", {"x": np.zeros((4, 2)), "y": np.zeros(4, "i4")})
 
-    with pytest.raises(UsageError, match="--read-as groups: it has no groups that hold arrays of the same names"):
+    with pytest.raises(UsageError, match="--read-as groups needs groups with arrays of the same names"):
         open_files(path, SourceOptions(read_as="groups"))
 
 
@@ -260,7 +260,7 @@ def test_several_files_of_groups_are_one_source_at_random_and_in_order(tmp_path:
     assert [int(sample["x"][0, 0]) for sample in samples(tmp_path / "runs")] == [*range(5), *range(10, 15)]
 
 
-def test_groups_of_chunks_that_are_packed_come_whole(tmp_path: Path) -> None:
+def test_groups_of_compressed_chunks_are_read_completely(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     content = {f"demo_{i}": rng.normal(size=(100 + i, 8)) for i in range(12)}
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -271,14 +271,14 @@ def test_groups_of_chunks_that_are_packed_come_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["h5", "zarr"])
-def test_the_program_for_files_of_too_many_groups_is_the_one_of_the_page(
+def test_the_advice_for_too_many_groups_is_the_program_in_the_docs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / f"clips.{kind}", FEATURES)
-    page = (DOCS / "scientific-data.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "read-hdf5-and-zarr.md").read_text(encoding="utf-8")
     text = groups.too_many("x.h5", hdf5.MAX_OBJECTS, "groups and datasets")
-    (name, heading) = re.findall(r'docs/([a-z-]+\.md), "(.+)"', text)[0]
-    assert (name, f"## {heading}\n" in page) == ("scientific-data.md", True)
+    (name, heading) = re.findall(r'docs/how-to/([a-z0-9-]+\.md), "(.+)"', text)[0]
+    assert (name, f"## {heading}\n" in page) == ("read-hdf5-and-zarr.md", True)
     (program,) = re.findall(r"```python\n(.*?)```", page.split(f"## {heading}\n")[1].split("\n## ")[0], re.DOTALL)
     if kind == "zarr":
         program = re.sub(r"file = h5py.*# a Zarr: ", "", program)
@@ -290,7 +290,7 @@ def test_the_program_for_files_of_too_many_groups_is_the_one_of_the_page(
 
 
 @pytest.mark.parametrize("kind", ["h5", "zarr"])
-def test_groups_of_a_file_elsewhere_are_samples_too(kind: str, tmp_path: Path) -> None:
+def test_groups_of_a_remote_file_are_samples_too(kind: str, tmp_path: Path) -> None:
     demos = {f"demo_{i}": {"x": np.full((5 + i, 3), i, "f4"), "y": np.int64(i)} for i in range(12)}
     write(tmp_path / f"x.{kind}", {"data": demos})
     with (

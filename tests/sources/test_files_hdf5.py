@@ -1,4 +1,4 @@
-"""HDF5 files that h5py wrote, read as samples, and those that must not be."""
+"""HDF5 files that h5py wrote, read as samples, and files that must be refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARRAYS: dict[str, Any] = {
     ],
     ids=["contiguous", "chunked", "gzip", "lzf", "growing"],
 )
-def test_datasets_are_fields(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_hdf5_datasets_are_fields(tmp_path: Path, layout: dict[str, Any]) -> None:
     """Every dtype, contiguous, chunked and compressed, value by value; big-endian becomes little-endian."""
     with h5py.File(tmp_path / "x.h5", "w") as file:
         for name, array in ARRAYS.items():
@@ -57,7 +57,7 @@ def test_datasets_are_fields(tmp_path: Path, layout: dict[str, Any]) -> None:
         assert all(same(sample[name], array[i]) for name, array in ARRAYS.items())
 
 
-def test_groups_are_parts_of_names(tmp_path: Path) -> None:
+def test_groups_are_part_of_field_names(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
         file["a/b/c"] = np.arange(3)
         file["a/d"] = np.arange(3) * 2
@@ -67,7 +67,7 @@ def test_groups_are_parts_of_names(tmp_path: Path) -> None:
     assert samples(tmp_path / "x.hdf5", fields=("c", "e"), rename={"a/b/c": "c"})[1] == {"c": 1, "e": 3}
 
 
-def test_texts_and_values_of_differing_size(tmp_path: Path) -> None:
+def test_texts_and_variable_length_values_are_read(tmp_path: Path) -> None:
     """Variable-length and fixed-length text in both character sets, and variable-length numbers."""
     texts = ["", "one", "zwölf", "日本", "x" * 300]
     raws = [b"", b"one", b"\xff\xfe", b"a b", b"y" * 300]
@@ -91,7 +91,7 @@ def test_texts_and_values_of_differing_size(tmp_path: Path) -> None:
         assert same(sample["list"], lists[i])
 
 
-def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_datasets_that_cannot_be_fields_are_left_out_with_the_reason(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(5)
         file["y"] = np.arange(5)
@@ -112,13 +112,13 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
 
     with open_files(tmp_path / "x.h5") as source:
         skipped = dict(source.skipped)
-        assert len(source.schema) == 2  # one of "x" and "again", which are one dataset
+        assert len(source.schema) == 2  # one of "x" and "again", which are the same dataset
         assert "y" in source.schema
     reasons = {
         "mean": "first dimension is 3, not 5",
         "version": "single value",
         "nothing": "empty",
-        "table": "is a compound type; save each part of it",
+        "table": "is a compound type; save each of its fields",
         "big_lists": "big-endian numbers, which h5py reads wrongly",
         "kind": "enumeration",
         "pointer": "references",
@@ -143,7 +143,7 @@ def test_an_array_type_adds_its_dimensions(tmp_path: Path) -> None:
     assert all(same(sample["x"], value) for sample, value in zip(samples(tmp_path / "x.h5"), values, strict=True))
 
 
-def test_rows_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> None:
+def test_rows_are_read_from_any_position_and_again_after_close(tmp_path: Path) -> None:
     values = RANDOM.normal(size=(1000, 30))
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(64, 7), compression="gzip")
@@ -156,8 +156,8 @@ def test_rows_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> No
     source.close()
 
 
-def test_each_chunk_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks smaller than a chunk are cut out of rows that are kept, not read again."""
+def test_each_chunk_is_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks smaller than a chunk are slices of kept rows, which are not read again."""
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=np.arange(4000).reshape(1000, 4), chunks=(100, 4), compression="gzip")
     asked: list[tuple[int, int]] = []
@@ -177,14 +177,14 @@ def test_each_chunk_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """Bytes of this machine that no file may pass off as its samples."""
+    """Return bytes of this machine that no file may present as its samples."""
     path = tmp_path / "secret"
     path.write_bytes(b"root:x:0:0" * 100)
     return path
 
 
 def hostile(path: Path, secret: Path, how: str) -> None:
-    """An HDF5 file whose dataset ``evil`` takes its bytes from another file."""
+    """Write an HDF5 file whose dataset ``evil`` takes its bytes from another file."""
     with h5py.File(path, "w") as file:
         file["good"] = np.arange(10)
         if how == "external storage":
@@ -208,7 +208,7 @@ def hostile(path: Path, secret: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["external storage", "external link", "external group", "virtual", "in a group"])
-def test_data_in_other_files_are_refused(tmp_path: Path, secret: Path, how: str) -> None:
+def test_external_data_is_refused(tmp_path: Path, secret: Path, how: str) -> None:
     hostile(tmp_path / "x.h5", secret, how)
 
     with pytest.raises(BadObject, match=r"x\.h5: '(hidden/)?evil' .* which is refused;\nchoose other fields"):
@@ -226,11 +226,11 @@ def test_a_soft_link_to_a_link_into_another_file_is_not_followed(tmp_path: Path)
 
     with open_files(tmp_path / "x.h5", SourceOptions(fields=("good",))) as source:
         assert source.schema.names == ("good",)
-    with pytest.raises(UsageError, match="'b' cannot be taken: a soft link"):
+    with pytest.raises(UsageError, match="'b' cannot be read: a soft link"):
         open_files(tmp_path / "x.h5", SourceOptions(fields=("b",)))
 
 
-def test_groups_that_hold_each_other_end(tmp_path: Path) -> None:
+def test_cyclic_groups_are_read_without_a_loop(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["g/x"] = np.arange(4)
         file["g/up"] = file["/"]
@@ -241,7 +241,7 @@ def test_groups_that_hold_each_other_end(tmp_path: Path) -> None:
         assert dict(source.skipped) == {"g/up": "the same as '/'", "g/self": "the same as 'g'"}
 
 
-def test_a_dataset_of_two_names_is_one_field_or_what_is_asked_for(tmp_path: Path) -> None:
+def test_a_dataset_with_two_names_is_one_field_unless_both_are_requested(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a/b"] = np.arange(4)
         file["hl"] = file["a/b"]
@@ -257,7 +257,7 @@ def test_a_dataset_of_two_names_is_one_field_or_what_is_asked_for(tmp_path: Path
 @pytest.mark.parametrize(
     ("shape", "chunks", "message"),
     [
-        ((10**12, 1000), (1, 1000), "claims 8.0 PB of samples out of"),
+        ((10**12, 1000), (1, 1000), "claims 8.0 PB of samples"),
         ((4, 10**9), (1, 1000), "a row of 'x' claims 8.0 GB in one piece"),
         ((4, 10**5, 10**5), (1, 10**4, 10**4), "a chunk of 'x' claims 800.0 MB in one piece"),
     ],
@@ -274,7 +274,7 @@ def test_shapes_that_the_file_cannot_hold_are_refused(
     assert len(samples(tmp_path / "x.h5", fields=("good",))) == 4
 
 
-def test_a_filter_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_filter_is_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["good"] = np.arange(4)
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -287,7 +287,7 @@ def test_a_filter_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
-    """In the order of names; arrays whose sizes differ between files become ragged."""
+    """Files are read in the order of names. Arrays whose sizes differ between files become ragged."""
     for k, width in enumerate((2, 3)):
         with h5py.File(tmp_path / f"part-{k}.h5", "w") as file:
             file["x"] = np.full((5, width), k, dtype=np.float32)
@@ -303,7 +303,7 @@ def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
         assert read(source, 3, 8).sample(4)["x"].tolist() == [1, 1, 1]
 
 
-def test_files_of_a_folder_that_differ_are_refused(tmp_path: Path) -> None:
+def test_incompatible_files_of_a_folder_are_refused(tmp_path: Path) -> None:
     for k, (name, dtype) in enumerate([("x", "f4"), ("x", "f8"), ("y", "f4")]):
         with h5py.File(tmp_path / f"{k}.h5", "w") as file:
             file["n"] = np.arange(5)
@@ -321,7 +321,7 @@ def test_files_of_a_folder_that_differ_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_errors_that_name_them(
     tmp_path: Path, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cuts are found, and no file keeps its reader busy for ever; with checksums no value comes out wrong."""
+    """Truncations are detected, and no file keeps its reader busy forever. With checksums no value is wrong."""
     monkeypatch.setattr("cachetool.sources.guard.CPU_SECONDS", 2)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=np.arange(96).reshape(32, 3), **layout)
@@ -332,8 +332,8 @@ def test_damaged_files_are_errors_that_name_them(
         assert isinstance(found, str) or not how.startswith("cut"), how
 
 
-def test_a_file_whose_reading_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit in the size of a text: HDF5 1.14 looks for the next one for ever."""
+def test_a_file_whose_reading_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit in the size of a text is flipped: HDF5 1.14 then searches for the next text forever."""
     monkeypatch.setattr("cachetool.sources.guard.CPU_SECONDS", 1)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("t", data=[f"text {i}" for i in range(32)])
@@ -341,11 +341,11 @@ def test_a_file_whose_reading_never_ends_is_given_up(tmp_path: Path, monkeypatch
     raw[raw.index(b"text 20") - 7] ^= 4
     (tmp_path / "x.h5").write_bytes(raw)
 
-    with pytest.raises(BadObject, match=r"x\.h5: reading it does not come to an end; the file is damaged"):
+    with pytest.raises(BadObject, match=r"x\.h5: reading it does not end, so the file is damaged"):
         samples(tmp_path / "x.h5")
 
 
-def test_what_is_no_hdf5_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_hdf5_is_refused(tmp_path: Path) -> None:
     (tmp_path / "y.h5").write_bytes(b"junk")
 
     with pytest.raises(BadObject, match=r"y\.h5 is not a whole HDF5 file"):

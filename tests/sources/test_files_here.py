@@ -1,4 +1,6 @@
-"""Files of this machine, read in order: each byte once, by the process that needs it, and still of the listed file."""
+"""Local files, read in order: each byte once, by the process that needs it, and only while the file is the listed
+one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def write_lmdb(path: Path) -> None:
 
 
 class Bytes:
-    """Counts what is read of local files: while they stay open, and part by part."""
+    """A counter of the bytes that are read from local files, while they stay open and part by part."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streamed = self.parts = 0
@@ -80,7 +82,7 @@ class Bytes:
 
 
 def test_an_archive_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its values are skipped when its samples are counted."""
+    """Counting the samples skips their values."""
     path = tmp_path / "x.tar"
     write_tar(path)
     counted = Bytes(monkeypatch)
@@ -94,7 +96,7 @@ def test_an_archive_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("name", "write"), [("x.h5", write_hdf5), ("x.parquet", write_parquet)])
-def test_no_value_goes_through_another_process_before_it_is_unpacked(
+def test_no_value_passes_through_another_process_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None]
 ) -> None:
     write(path := tmp_path / name)
@@ -123,7 +125,7 @@ def test_a_file_that_is_written_to_while_it_is_open_is_refused(
 
 
 @pytest.mark.parametrize(("name", "write"), [("x.lmdb", write_lmdb), ("x.h5", write_texts)])
-def test_one_process_looks_at_a_file_and_measures_its_samples(
+def test_one_process_probes_a_file_and_measures_its_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None]
 ) -> None:
     write(path := tmp_path / name)
@@ -141,10 +143,10 @@ def test_one_process_looks_at_a_file_and_measures_its_samples(
     assert len(begun) == 1
 
 
-def test_samples_of_unknown_size_are_asked_for_by_the_size_of_those_before(
+def test_requests_for_samples_of_unknown_size_follow_the_size_of_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request is for one of them; each unit after the first takes one request."""
+    """The first request is for one sample. After that each unit takes one request."""
     write_lmdb(path := tmp_path / "x.lmdb")
 
     with open_files(path) as source:
@@ -156,7 +158,7 @@ def test_samples_of_unknown_size_are_asked_for_by_the_size_of_those_before(
     assert [request for request in asked if request] == [[0, 1], [1, 7], [7, 14], [14, 20]]
 
 
-def test_rows_that_are_asked_for_together_are_fetched_together() -> None:
+def test_rows_requested_together_are_fetched_together() -> None:
     asked: list[tuple[int, int]] = []
     rows = np.arange(100)
 
@@ -171,8 +173,8 @@ def test_rows_that_are_asked_for_together_are_fetched_together() -> None:
     assert asked == [(3, 51), (51, 54)]
 
 
-def test_packages_are_not_searched_for_kinds_that_are_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes as long as all else that opens a small file."""
+def test_packages_are_not_searched_for_built_in_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes as long as everything else that opens a small file."""
     kinds.kinds.cache_clear()
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: pytest.fail("packages were searched"))
 

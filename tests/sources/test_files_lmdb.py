@@ -1,4 +1,4 @@
-"""LMDB files that py-lmdb wrote, with both engines, read by a process of their own."""
+"""LMDB files that py-lmdb wrote, with both engines, read by a separate process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def npy(array: Any) -> bytes:
 @pytest.mark.parametrize("engine", [0, 1], ids=["0.9", "1.0"])
 @pytest.mark.parametrize("subdir", [False, True])
 def test_values_are_bytes_under_their_keys(tmp_path: Path, engine: int, subdir: bool) -> None:
-    """Both engines, a file or a folder; in the order of keys, short values and long ones."""
+    """Both engines, a file or a folder, in the order of keys, short values and long ones."""
     entries = {b"k%03d" % i: RANDOM.bytes(int(size)) for i, size in enumerate(RANDOM.integers(0, 9000, 150))}
     write(tmp_path / "x.lmdb", entries, engine=engine, subdir=subdir)
 
@@ -49,7 +49,7 @@ def test_values_are_bytes_under_their_keys(tmp_path: Path, engine: int, subdir: 
     assert [s["__key__"] for s in found] == sorted(k.decode() for k in entries)
 
 
-def test_it_is_known_by_its_first_bytes_and_needs_no_right_to_write(tmp_path: Path) -> None:
+def test_a_read_only_lmdb_file_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     write(tmp_path / "data", {b"0": b"x"})
     (tmp_path / "data-lock").unlink()
     (tmp_path / "data").chmod(0o444)
@@ -63,18 +63,18 @@ def test_the_key_can_be_left_out_and_the_value_renamed(tmp_path: Path) -> None:
 
     assert samples(path, key=False, rename={"value": "image"}) == [{"image": b"x"}, {"image": b"yy"}]
     assert samples(path, fields=("image",), rename={"value": "image"})[1] == {"image": b"yy", "__key__": "1"}
-    with pytest.raises(UsageError, match="no field 'image'; there is 'value'"):
+    with pytest.raises(UsageError, match="unknown field 'image'; the file has 'value'"):
         open_files(path, SourceOptions(fields=("image",)))
 
 
-def test_keys_of_any_bytes_survive(tmp_path: Path) -> None:
+def test_keys_of_any_bytes_are_kept(tmp_path: Path) -> None:
     keys = [b"\x00\x00\x00\x01", b"\xff\xfe", "日本".encode()]
     path = write(tmp_path / "x.lmdb", dict.fromkeys(keys, b"v"))
 
     assert [s["__key__"].encode("utf-8", "surrogateescape") for s in samples(path)] == sorted(keys)
 
 
-def test_notes_on_the_file_are_left_out(tmp_path: Path) -> None:
+def test_metadata_entries_of_the_file_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "x.lmdb", {b"0": b"x", b"__len__": pickle.dumps(1), b"length": b"1", b"__keys__": b"?"})
 
     assert len(samples(path)) == 1
@@ -85,7 +85,7 @@ def test_notes_on_the_file_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_npy_values(tmp_path: Path, order: Any) -> None:
+def test_npy_values_are_decoded(tmp_path: Path, order: Any) -> None:
     arrays = {b"%d" % i: np.asarray(RANDOM.normal(size=(4, 3)), dtype=">f4", order=order) for i in range(10)}
     path = write(tmp_path / "x.lmdb", {k: npy(a) for k, a in arrays.items()})
 
@@ -106,7 +106,9 @@ def test_npy_values_of_differing_shape_are_ragged(tmp_path: Path) -> None:
 def test_npy_values_that_share_no_field_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.lmdb", {b"a": npy(np.zeros(3)), b"b": npy(np.zeros((3, 1)))})
 
-    with pytest.raises(BadObject, match=r"the value of 'a' is <f8 \(3,\), that of 'b' <f8 \(3, 1\): no field can"):
+    with pytest.raises(
+        BadObject, match=r"the value of 'a' is <f8 \(3,\), but the value of 'b' is <f8 \(3, 1\); no field can"
+    ):
         open_files(path, SourceOptions(value_format="npy"))
     path = write(tmp_path / "y.lmdb", {b"a": npy(np.zeros(3)), b"b": b"junk"})
     with pytest.raises(BadObject, match=r"y\.lmdb: the value of 'b': not a \.npy file"):
@@ -114,17 +116,17 @@ def test_npy_values_that_share_no_field_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["raw:float32,2x3", "raw:<f4,2,3"])
-def test_raw_values(tmp_path: Path, text: str) -> None:
+def test_raw_values_are_read(tmp_path: Path, text: str) -> None:
     arrays = {b"%d" % i: RANDOM.normal(size=(2, 3)).astype("<f4") for i in range(9)}
     path = write(tmp_path / "x.lmdb", {k: a.tobytes() for k, a in arrays.items()})
 
     assert all(same(s["value"], arrays[s["__key__"].encode()]) for s in samples(path, value_format=text))
     assert samples(path, value_format="raw:uint8,24")[0]["value"].tobytes() == arrays[b"0"].tobytes()
-    with pytest.raises(BadObject, match=r"x\.lmdb: the value of '0' has 24 bytes, not the 8 of float32 \(2,\)"):
+    with pytest.raises(BadObject, match=r"x\.lmdb: the value of '0' has 24 bytes, but float32 \(2,\) needs 8"):
         samples(path, value_format="raw:float32,2")
 
 
-def test_raw_scalars(tmp_path: Path) -> None:
+def test_raw_scalars_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x.lmdb", {b"%d" % i: np.int16(i).tobytes() for i in range(5)})
 
     assert [s["value"] for s in samples(path, value_format="raw:int16")] == [0, 1, 2, 3, 4]
@@ -161,13 +163,13 @@ def test_images_are_decoded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["raw", "raw:", "raw:float32,", "raw:float32,ax2", "json", "", "raw:object,2", "raw:U3"]
 )
-def test_value_formats_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"value format|cannot be stored|not a NumPy dtype"):
+def test_invalid_value_formats_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--value-format|cannot be stored|not a NumPy dtype"):
         check_value_format(text)
 
 
 class Canary:
-    """Unpickling it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -177,8 +179,8 @@ class Canary:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_pickled_values_are_refused_with_a_way_out(tmp_path: Path, protocol: int) -> None:
-    """Nothing is unpickled in any mode; the bytes themselves can be had by asking for them."""
+def test_pickled_values_are_refused_with_an_alternative(tmp_path: Path, protocol: int) -> None:
+    """No mode unpickles anything. The raw bytes can be requested."""
     raw = pickle.dumps([Canary(tmp_path / "unpickled"), "x" * 50], protocol)
     path = write(tmp_path / "x.lmdb", {b"0": b"fine", b"1": raw})
 
@@ -189,7 +191,7 @@ def test_pickled_values_are_refused_with_a_way_out(tmp_path: Path, protocol: int
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_numbers_that_begin_as_a_pickle_does_are_numbers_where_they_are_declared(tmp_path: Path) -> None:
+def test_declared_raw_numbers_that_begin_like_a_pickle_are_numbers(tmp_path: Path) -> None:
     entries = {b"%d" % i: bytes([0x80, 4, 0x95, i]) for i in range(3)}
     path = write(tmp_path / "x.lmdb", entries)
 
@@ -199,12 +201,12 @@ def test_numbers_that_begin_as_a_pickle_does_are_numbers_where_they_are_declared
 
 
 @pytest.mark.parametrize("value", [b"v" * 48, bytes(48), b"\xff" * 48])
-def test_a_value_as_long_as_the_record_of_a_database_is_a_value(tmp_path: Path, value: bytes) -> None:
+def test_a_value_as_long_as_a_database_record_is_a_value(tmp_path: Path, value: bytes) -> None:
     write(tmp_path / "y.lmdb", {b"0": value})
     assert [sample["value"] for sample in samples(tmp_path / "y.lmdb")] == [value]
 
 
-def test_values_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> None:
+def test_values_are_read_from_any_position_and_again_after_close(tmp_path: Path) -> None:
     entries = {b"%03d" % i: b"%d" % i for i in range(500)}
     source = open_files(write(tmp_path / "x.lmdb", entries))
 
@@ -234,8 +236,8 @@ def test_an_empty_database_has_no_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"hello " * 1000, "it does not begin like one")])
 @pytest.mark.parametrize("name", ["x.lmdb", "folder/data.mdb"])
-def test_what_is_no_lmdb_file_is_said_to_be_none(tmp_path: Path, name: str, content: bytes, why: str) -> None:
-    """Not in the library's words about its own calls, and with the path once; a folder by its own name."""
+def test_a_file_that_is_not_lmdb_is_reported_as_such(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    """The message does not quote the library's own calls, has the path once, and names a folder by its own name."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
@@ -255,7 +257,7 @@ def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["0.9", "1.0"])
-def test_damaged_files_are_errors_and_this_process_lives(
+def test_damaged_files_are_errors_and_the_calling_process_survives(
     tmp_path: Path, engine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachetool.sources.guard.CPU_SECONDS", 2)
@@ -265,8 +267,8 @@ def test_damaged_files_are_errors_and_this_process_lives(
         assert isinstance(outcome(path), str) or not how.startswith("cut"), how
 
 
-def test_a_file_cut_inside_of_its_last_page_is_an_error(tmp_path: Path) -> None:
-    """The system fills the rest of a page that is mapped with zeros, which nobody may take for values."""
+def test_a_file_truncated_inside_its_last_page_is_an_error(tmp_path: Path) -> None:
+    """The kernel fills the rest of a mapped page with zeros, which must not be read as values."""
     path = write(tmp_path / "x.lmdb", {b"0": b"x" * 5000})
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.rindex(b"xxxx") - 10])
@@ -276,10 +278,10 @@ def test_a_file_cut_inside_of_its_last_page_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGBUS])
-def test_a_file_that_kills_its_reader_is_an_error_here(
+def test_a_file_that_kills_its_reader_is_an_error_in_the_calling_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    """Whatever ends the process that reads, the one that asked names the file and goes on."""
+    """However the reading process ends, the calling process names the file and continues."""
     path = write(tmp_path / "x.lmdb", {b"%03d" % i: b"x" * 50_000 for i in range(1000)})
     with open_files(path) as source:
         blocks = source.blocks(block_bytes=1)
@@ -292,7 +294,7 @@ def test_a_file_that_kills_its_reader_is_an_error_here(
 
 
 @pytest.mark.usefixtures("real_processes")
-def test_credentials_are_not_handed_to_the_process_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_not_passed_to_the_process_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-1")
     monkeypatch.setenv("HF_TOKEN", "canary-2")
     with open_files(write(tmp_path / "x.lmdb", {b"0": b"x"})) as source:

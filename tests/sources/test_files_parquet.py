@@ -1,5 +1,6 @@
-"""Parquet tables as users have them: each type of Arrow is taken as what it means, or left out by its name; a null is a
-matter of its own row."""
+"""Parquet tables in practice: each Arrow type is read by its meaning, or left out and named; a null affects only its
+own row.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 FILE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-"""What ``datasets`` writes for an image or audio."""
+"""The struct that ``datasets`` writes for an image or audio."""
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -63,7 +64,7 @@ TAKEN: dict[str, tuple[Any, list[Any]]] = {
     "date64": (
         pyarrow.array(TIMES.astype("M8[D]")).cast(pyarrow.date64()),
         list(TIMES.astype("M8[D]")),
-    ),  # kept as days
+    ),  # stored as days
     **{
         f"timestamp {unit}": (pyarrow.array(TIMES.astype(f"M8[{unit}]")), list(TIMES.astype(f"M8[{unit}]")))
         for unit in ("ms", "us", "ns")
@@ -130,8 +131,8 @@ TAKEN: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.parametrize("rows", [2, 100])
-def test_each_type_is_taken_as_what_it_means(tmp_path: Path, rows: int) -> None:
-    """Exact: dtype, unit and value; in one row group and in several."""
+def test_each_arrow_type_is_read_by_its_meaning(tmp_path: Path, rows: int) -> None:
+    """Dtype, unit and value are exact, in one row group and in several."""
     path = write(tmp_path / "x.parquet", {name: values for name, (values, _) in TAKEN.items()}, row_group_size=rows)
     found = samples(path)
     for name, (_, wanted) in TAKEN.items():
@@ -139,7 +140,7 @@ def test_each_type_is_taken_as_what_it_means(tmp_path: Path, rows: int) -> None:
         assert all(same(value, want) for value, want in zip(taken, wanted, strict=True)), (name, taken)
 
 
-def test_times_keep_their_unit_in_the_cache_as_those_of_npy_and_zarr_do(tmp_path: Path) -> None:
+def test_times_keep_their_unit_in_the_cache_like_those_of_npy_and_zarr(tmp_path: Path) -> None:
     path = write(tmp_path / "w.parquet", {"when": pyarrow.array(TIMES.astype("M8[us]"))})
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy" / "0.when.npy", TIMES.astype("M8[us]")[0])
@@ -165,7 +166,7 @@ NOT_TAKEN = {
 }
 
 
-def test_what_no_field_can_hold_is_left_out_by_name(tmp_path: Path) -> None:
+def test_columns_that_no_field_can_hold_are_left_out_and_named(tmp_path: Path) -> None:
     names = {f"bad {at}": reason for at, reason in enumerate(NOT_TAKEN)}
     columns = {name: NOT_TAKEN[reason] for name, reason in names.items()}
     path = write(tmp_path / "x.parquet", {**columns, "good": [1, 2, 3]})
@@ -174,11 +175,11 @@ def test_what_no_field_can_hold_is_left_out_by_name(tmp_path: Path) -> None:
     assert found.keys() == names.keys()
     assert all(reason in found[name] for name, reason in names.items()), found
     assert [sample["good"] for sample in samples(path)] == [1, 2, 3]
-    with pytest.raises(UsageError, match=f"'bad 0' cannot be taken: of the type {re.escape('decimal128(38, 10)')}"):
+    with pytest.raises(UsageError, match=f"'bad 0' cannot be read: of the type {re.escape('decimal128(38, 10)')}"):
         samples(path, fields=("bad 0",))
 
 
-def test_the_casts_that_are_advised_for_many_digits_work(tmp_path: Path) -> None:
+def test_the_advised_casts_for_decimals_work(tmp_path: Path) -> None:
     column = pyarrow.array([Decimal("12345678901234567890.5")] * 3, pyarrow.decimal128(38, 10))
     reason = left_out(write(tmp_path / "x.parquet", {"x": column, "y": [1, 2, 3]}))["x"]
     advised = re.findall(r"'(\w+)'", reason)
@@ -192,7 +193,7 @@ def test_the_casts_that_are_advised_for_many_digits_work(tmp_path: Path) -> None
         assert same(samples(path)[0]["x"], wanted)
 
 
-def test_the_text_that_is_advised_for_values_of_many_parts_is_taken(tmp_path: Path) -> None:
+def test_the_advised_text_for_nested_values_is_read(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": "a"}]]
     path = write(tmp_path / "x.parquet", {"chat": chats, "tags": [["a"], ["b", "c"], []], "y": [1, 2, 3]})
     reasons = left_out(path)
@@ -206,7 +207,7 @@ def test_the_text_that_is_advised_for_values_of_many_parts_is_taken(tmp_path: Pa
     assert [sample["tags"] for sample in found] == ["a", "b c", ""]
 
 
-def test_parts_of_a_struct_are_fields_of_their_own(tmp_path: Path) -> None:
+def test_the_members_of_a_struct_are_separate_fields(tmp_path: Path) -> None:
     rows = [{"bbox": [[0.5, 1, 2, 3]] * at, "category": [at] * at, "meta": {"id": at}} for at in range(3)]
     kind = pyarrow.struct(
         [
@@ -226,7 +227,9 @@ def test_parts_of_a_struct_are_fields_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[(6, 4)] * 4, [(6, 4), (3, 9), (6, 4), (5, 5)]])
-def test_images_of_the_hub_are_their_bytes_and_are_decoded(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
+def test_images_of_the_hugging_face_hub_are_bytes_and_can_be_decoded(
+    tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
     images = [png(at, size) for at, size in enumerate(sizes)]
     column = pyarrow.array([{"bytes": image, "path": f"{at}.png"} for at, image in enumerate(images)], FILE)
     (tmp_path / "data").mkdir()
@@ -248,29 +251,31 @@ def test_images_of_the_hub_are_their_bytes_and_are_decoded(tmp_path: Path, sizes
                 assert same(sample["image"], np.asarray(Image.open(io.BytesIO(images[at]))))
 
 
-def test_an_image_without_bytes_is_a_misfit_and_a_column_of_paths_alone_is_named(tmp_path: Path) -> None:
+def test_an_image_without_bytes_is_a_bad_row_and_a_column_with_only_paths_is_named(tmp_path: Path) -> None:
     some = [{"bytes": None if at == 2 else b"x", "path": f"{at}.png"} for at in range(4)]
     with pytest.raises(BadObject, match=r"row 2: 'image' has no bytes"):
         samples(write(tmp_path / "some.parquet", {"image": pyarrow.array(some, FILE)}))
 
     none = [{"bytes": None, "path": f"{at}.png"} for at in range(4)]
     path = write(tmp_path / "none.parquet", {"image": pyarrow.array(none, FILE), "label": [0, 1, 2, 3]})
-    assert "paths to files and no bytes" in left_out(path)["image"]
-    with pytest.raises(UsageError, match="'image' cannot be taken: it has paths to files"):
+    assert "paths to files but no bytes" in left_out(path)["image"]
+    with pytest.raises(UsageError, match="'image' cannot be read: it has paths to files"):
         samples(path, fields=("image",))
 
 
-def test_decode_image_that_finds_none_is_an_error(tmp_path: Path) -> None:
+def test_decode_image_without_an_image_column_is_an_error(tmp_path: Path) -> None:
     columns = {"image": pyarrow.array([{"bytes": b"\x89PNG", "path": "a.png"}] * 4, FILE), "label": [0, 1, 2, 3]}
     for chosen in (columns, {"label": columns["label"]}, {"image": columns["image"]}):
         path = write(tmp_path / "x.parquet", chosen)
         for use in (lambda p: samples(p, decode="image"), lambda p: pulled(p, tmp_path / "c", decode="image")):
-            with pytest.raises(UsageError, match=r"--decode image finds no image in .*; there is (image|label) \("):
+            with pytest.raises(
+                UsageError, match=r"--decode image finds no image in .*; the fields are (image|label) \("
+            ):
                 use(path)
 
 
 NULLS: dict[str, tuple[Any, Any, Any]] = {
-    # column: its type, a value, and one that is none
+    # column: its type, a value, and a null or invalid value
     "number": (pyarrow.float64(), 1.5, None),
     "bool": (pyarrow.bool_(), True, None),
     "text": (pyarrow.string(), "", None),
@@ -289,9 +294,10 @@ NULLS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def test_a_null_concerns_its_own_row(tmp_path: Path) -> None:
-    """Each row but the last has one, in another column. Good rows are taken and never accused; a misfit is named with
-    its row, its column and what to do."""
+def test_a_null_affects_only_its_own_row(tmp_path: Path) -> None:
+    """Each row except the last has a null in another column. Good rows are read and never blamed. A bad row is named
+    with its number, its column and the remedy.
+    """
     count = len(NULLS) + 1
     columns = {
         name.partition(".")[0]: pyarrow.array([none if row == at else value for row in range(count)], kind)
@@ -328,7 +334,7 @@ def test_rows_beside_a_null_keep_their_values(tmp_path: Path, name: str, row: in
     assert all(np.array_equal(piece.block.sample(at)["b"], value) for at in range(3))
 
 
-def test_a_pull_skips_the_row_with_a_null_alone_and_a_strict_one_says_both_ways_out(tmp_path: Path) -> None:
+def test_a_pull_skips_only_the_row_with_a_null_and_a_strict_pull_names_both_alternatives(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", {"a": [1, 2, 3, 4], "b": [1.5, None, 3.0, 4.0]})
     with pytest.raises(BadObject, match=r"row 1: 'b' is null; .*--fields -b, or .* with --on-error skip") as error:
         pulled(path, tmp_path / "strict")
@@ -347,8 +353,8 @@ def test_a_pull_skips_the_row_with_a_null_alone_and_a_strict_one_says_both_ways_
     }
 
 
-def test_rows_around_a_null_keep_their_values_wherever_they_come_from(tmp_path: Path) -> None:
-    """Several files and row groups, drawn at random, here and from a server: what is taken is all else."""
+def test_rows_around_a_null_keep_their_values_from_every_place(tmp_path: Path) -> None:
+    """Several files and row groups, drawn in random order, locally and from a server: all other rows are read."""
     random = np.random.default_rng(5)
     (tmp_path / "place").mkdir()
     wanted: dict[str, tuple[int, str, list[int]]] = {}
@@ -371,7 +377,7 @@ def test_rows_around_a_null_keep_their_values_wherever_they_come_from(tmp_path: 
                 assert (int(sample["n"]), sample["t"], sample["l"].tolist()) == (number_, text_, list_)
 
 
-def test_more_rows_with_a_null_than_may_be_left_out_stop_the_pull_as_other_misfits_do(tmp_path: Path) -> None:
+def test_more_rows_with_a_null_than_may_be_skipped_stop_the_pull_like_other_bad_rows(tmp_path: Path) -> None:
     values = [None if at % 20 == 0 else at for at in range(1000)]
     path = write(tmp_path / "t.parquet", {"a": list(range(1000)), "b": values})
     with pytest.raises(BadObject, match=r"\d+ of \d+ draws could not be used, more than 1 %"):
@@ -385,11 +391,11 @@ def test_a_column_without_any_value_is_left_out_and_named(tmp_path: Path) -> Non
         assert cache.pull(path, all=True).left_out == (("b", "all of its values are null"),)
 
 
-def test_a_column_without_any_value_in_one_file_of_several_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_column_without_any_value_in_one_of_several_files_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     write(tmp_path / "place" / "a.parquet", {"a": [1, 2], "b": pyarrow.array([None] * 2, pyarrow.float64())})
     write(tmp_path / "place" / "b.parquet", {"a": [3, 4], "b": [1.5, 2.5]})
-    with pytest.raises(BadObject, match="differ in their fields: b; leave these out with --fields -b,") as error:
+    with pytest.raises(BadObject, match="differ in their fields: b; leave these fields out with --fields -b,") as error:
         pulled(tmp_path / "place", tmp_path / "cache")
     advised = re.search(r"--fields (\S+),", str(error.value))
     assert advised is not None
@@ -403,15 +409,15 @@ def test_a_column_without_any_value_in_one_file_of_several_says_how_to_go_on(tmp
     ]
 
 
-def test_a_file_without_statistics_gives_misfits_in_place_of_a_column_left_out(tmp_path: Path) -> None:
+def test_without_statistics_nulls_make_bad_rows_instead_of_a_left_out_column(tmp_path: Path) -> None:
     columns = {"a": [1, 2], "b": pyarrow.array([None] * 2, pyarrow.float64())}
     path = write(tmp_path / "t.parquet", columns, write_statistics=False)
     with pytest.raises(BadObject, match="row 0: 'b' is null"):
         samples(path)
 
 
-def test_a_null_is_an_object_that_cannot_be_used_to_every_caller(tmp_path: Path) -> None:
-    """Whichever process meets it: in a conversion of a local and of a remote file, also where the first row has it."""
+def test_a_null_raises_bad_object_in_every_process(tmp_path: Path) -> None:
+    """The conversion reads a local and a remote file, also with the null in the first row."""
     (tmp_path / "place").mkdir()
     path = write(tmp_path / "place" / "t.parquet", {"a": ["x", "y"], "b": [None, 1.5]})
     with folder_server(tmp_path / "place", index="json") as server:

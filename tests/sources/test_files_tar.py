@@ -1,4 +1,4 @@
-"""Tar files as WebDataset has them, read as samples; nothing is extracted, whatever a member is called."""
+"""Tar files in WebDataset's form, read as samples. No member is ever extracted, whatever its name."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ def digits(count: int) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tgz"])
-def test_dates_in_names_that_the_first_dot_would_cut_are_refused_with_the_stem_that_works(
-    tmp_path: Path, name: str
-) -> None:
+def test_names_with_dates_are_refused_with_the_stem_option_that_works(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, [(f"2024.01.{day:02d}.txt", b"x") for day in range(1, 6)])
-    with pytest.raises(UsageError, match="give --stem last"):
+    with pytest.raises(UsageError, match="use --stem last"):
         samples(path)
     with open_files(path, SourceOptions(stem="last")) as source:
         assert source.samples == 5
@@ -63,8 +61,8 @@ def test_dates_in_names_that_the_first_dot_would_cut_are_refused_with_the_stem_t
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
-def test_members_of_one_key_are_a_sample(tmp_path: Path, suffix: str, form: int) -> None:
-    """Fields and values as of a folder of objects; keys are kept; a folder in the archive is no sample."""
+def test_members_with_the_same_key_are_a_sample(tmp_path: Path, suffix: str, form: int) -> None:
+    """Fields and values are those of a folder of objects. Keys are kept. A folder in the archive is no sample."""
     members = digits(30)
     path = write(tmp_path / f"x{suffix}", members, form)
     data = dict(members)
@@ -80,15 +78,15 @@ def test_members_of_one_key_are_a_sample(tmp_path: Path, suffix: str, form: int)
         assert (sample["cls"], sample["txt"], sample["jpg"]) == (i % 10, f"dígit {i}", data[f"{key}.jpg"])
 
 
-def test_long_and_foreign_names(tmp_path: Path) -> None:
+def test_long_and_non_ascii_names_are_read(tmp_path: Path) -> None:
     long = "/".join(["folder" * 10] * 6) + "/日本"
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         path = write(tmp_path / "x.tar", [(f"{long}.txt", b"a"), ("b.txt", b"b")], form)
         assert [s["__key__"] for s in samples(path)] == [long, "b"]
 
 
-def test_names_that_begin_in_the_present_folder(tmp_path: Path) -> None:
-    """As ``tar c .`` writes them; folders and hidden files are passed over."""
+def test_names_that_begin_with_dot_slash_are_read(tmp_path: Path) -> None:
+    """``tar c .`` writes such names. Folders and hidden files are ignored."""
     path = write(
         tmp_path / "x.tar", [("./a/0.txt", b"x"), ("./a/1.txt", b"y"), ("./.hidden.txt", b"z"), ("./noext", b"")]
     )
@@ -98,13 +96,15 @@ def test_names_that_begin_in_the_present_folder(tmp_path: Path) -> None:
         assert source.skipped == ((".hidden.txt", "hidden"), ("noext", "names without an extension"))
 
 
-def test_options_of_pull_hold_for_members(tmp_path: Path) -> None:
+def test_options_of_pull_apply_to_members(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", digits(3))
 
     assert list(samples(path, fields=("y", "x"), rename={"image": "x", "cls": "y"}, key=False)[0]) == ["y", "x"]
     assert samples(path, fields=("label",), label_from_folder=True)[2] == {"label": "train", "__key__": "train/0002"}
     assert list(samples(path, fields=("name",), key=False)[0]) == ["name"]
-    with pytest.raises(UsageError, match=r"x\.tar: no field 'z'; the samples have image, weight, name, cls, txt, jpg"):
+    with pytest.raises(
+        UsageError, match=r"x\.tar: unknown field 'z'; the samples have image, weight, name, cls, txt, jpg"
+    ):
         open_files(path, SourceOptions(fields=("z",)))
     underscored = write(tmp_path / "y.tar", [("a_img.txt", b"1"), ("a_seg.txt", b"2")])
     assert samples(underscored, stem=r"[^_]*") == [{"img": "1", "seg": "2", "__key__": "a"}]
@@ -126,8 +126,8 @@ def test_images_are_decoded_on_demand(tmp_path: Path, photos: Path) -> None:
     assert [s["img"] for s in samples(path)] == [p.read_bytes() for p in names] if len(names) > 1 else True
 
 
-def test_the_schema_holds_what_only_the_last_member_shows(tmp_path: Path) -> None:
-    """All members are looked at: a size that differs makes a field ragged, one fraction makes numbers float64."""
+def test_the_schema_fits_all_members_including_the_last(tmp_path: Path) -> None:
+    """A different size makes a field ragged, and one fraction makes numbers float64."""
     members = [m for i in range(200) for m in ((f"{i}.x.npy", npy(np.zeros(3))), (f"{i}.json", b'{"y": 1}'))]
     members += [("last.x.npy", npy(np.zeros(4))), ("last.json", b'{"y": 0.5}')]
 
@@ -139,7 +139,7 @@ def test_the_schema_holds_what_only_the_last_member_shows(tmp_path: Path) -> Non
 def test_samples_whose_fields_differ_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", [("a.txt", b""), ("b.cls", b"1")])
 
-    with pytest.raises(BadObject, match=r"'[^']*x\.tar: a' has txt; '[^']*x\.tar: b' has cls;\nsee --stem"):
+    with pytest.raises(BadObject, match=r"'[^']*x\.tar: a' has txt; '[^']*x\.tar: b' has cls;\n.* --stem"):
         open_files(path)
 
 
@@ -150,10 +150,10 @@ def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
     assert [s["__key__"] for s in samples(tmp_path)] == [f"{k}{i}" for k in range(3) for i in range(4)]
 
 
-def test_one_key_in_two_places_is_refused(tmp_path: Path) -> None:
-    """Fault 74: neither the first nor the last wins in silence."""
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    """Fault 74: neither the first nor the last silently wins."""
     path = write(tmp_path / "x.tar", [("a.txt", b"1"), ("b.txt", b"2"), ("a.cls", b"3")])
-    with pytest.raises(BadObject, match=r"x\.tar: key 'a' comes twice, with other samples in between"):
+    with pytest.raises(BadObject, match=r"x\.tar: the key 'a' appears twice, with other samples in between"):
         open_files(path)
 
     path = write(tmp_path / "y.tar", [("a.txt", b"1"), ("a.txt", b"2")])
@@ -162,7 +162,7 @@ def test_one_key_in_two_places_is_refused(tmp_path: Path) -> None:
 
 
 def hostile(path: Path, outside: Path) -> Path:
-    """Members that would write outside of a folder, or read what lies there, if they were extracted."""
+    """Write members that would write outside a folder, or read files there, if they were extracted."""
     with tarfile.open(path, "w") as archive:
 
         def add(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", data: bytes = b"evil") -> None:
@@ -184,7 +184,7 @@ def hostile(path: Path, outside: Path) -> Path:
     return path
 
 
-def test_members_that_are_no_files_or_lead_out_are_left_out(tmp_path: Path) -> None:
+def test_members_that_are_no_files_or_lead_outside_are_left_out(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (tmp_path / "in").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -207,7 +207,7 @@ def test_members_that_are_no_files_or_lead_out_are_left_out(tmp_path: Path) -> N
 
 
 class Canary:
-    """Unpickling it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -216,7 +216,7 @@ class Canary:
         return os.mkdir, (str(self.place),)
 
 
-def test_pickles_are_bytes_or_refused(tmp_path: Path) -> None:
+def test_pickles_are_read_as_bytes_or_refused(tmp_path: Path) -> None:
     canary = Canary(tmp_path / "unpickled")
     path = write(tmp_path / "x.tar", [("a.pyd", pickle.dumps(canary)), ("a.pkl", b"x")])
     assert samples(path)[0]["pyd"] == pickle.dumps(canary)
@@ -239,7 +239,7 @@ def test_sparse_members_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
-    """Every cut is found, also one between two members; a flipped bit in gzip never gives another sample."""
+    """Every truncation is detected, also between two members. A flipped bit in gzip never results in another sample."""
     path = write(tmp_path / f"x{suffix}", digits(4))
     whole = samples(path)
 
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, suffix: str) -
 
 
 def test_the_checksum_of_gzip_is_read_to_its_end(tmp_path: Path) -> None:
-    """It comes behind the last member; until then a changed byte is like any other, or ends the stream early."""
+    """The checksum follows the last member. Before that, a changed byte is not detected or ends the stream early."""
     path = write(tmp_path / "x.tar.gz", [(f"{i:03d}.jpg", RANDOM.bytes(5000)) for i in range(100)])
     whole = path.read_bytes()
     for at in (len(whole) // 3, len(whole) // 2, len(whole) - 6):
@@ -269,16 +269,16 @@ def test_the_checksum_of_gzip_is_read_to_its_end(tmp_path: Path) -> None:
             open_files(path)
 
 
-def test_a_damaged_header_in_the_middle_does_not_end_the_file_in_silence(tmp_path: Path) -> None:
+def test_a_damaged_header_in_the_middle_does_not_end_the_file_silently(tmp_path: Path) -> None:
     raw = bytearray(write(tmp_path / "x.tar", [(f"{i}.txt", b"x") for i in range(5)]).read_bytes())
     raw[2 * 1024] ^= 1
     (tmp_path / "x.tar").write_bytes(raw)
 
-    with pytest.raises(BadObject, match=r"x\.tar: byte 2048 is no header of a member \(bad checksum\)"):
+    with pytest.raises(BadObject, match=r"x\.tar: there is no valid header of a member at byte 2048 \(bad checksum\)"):
         open_files(tmp_path / "x.tar")
 
 
-def test_a_file_without_an_end_mark_is_cut_short(tmp_path: Path) -> None:
+def test_a_file_without_an_end_mark_counts_as_truncated(tmp_path: Path) -> None:
     raw = write(tmp_path / "x.tar", [(f"{i}.txt", b"x") for i in range(5)]).read_bytes()
     (tmp_path / "x.tar").write_bytes(raw[: 3 * 1024])
 
@@ -287,19 +287,19 @@ def test_a_file_without_an_end_mark_is_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_sizes_that_are_not_there_allocate_nothing(tmp_path: Path, kind: bytes) -> None:
+def test_declared_sizes_beyond_the_file_allocate_no_memory(tmp_path: Path, kind: bytes) -> None:
     info = tarfile.TarInfo("a.npy")
     info.size, info.type = 2**40, kind
     head = info.tobuf(tarfile.GNU_FORMAT)
     for name in ("x.tar", "x.tar.gz"):
         (tmp_path / name).write_bytes(gzip.compress(head + b"x" * 512) if name.endswith("gz") else head + b"x" * 512)
         with pytest.raises(
-            BadObject, match=rf"{name}: ('a\.npy': it claims 1\.1 TB|'a.npy'.*cut short|byte 512 begins)"
+            BadObject, match=rf"{name}: ('a\.npy': it claims 1\.1 TB|'a.npy'.*cut short|the name or note at byte 512)"
         ):
             open_files(tmp_path / name, SourceOptions(decode="image"))
 
 
-def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) -> None:
+def test_a_decompression_bomb_in_a_member_is_refused(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "x.tar.gz", "wb", compresslevel=9) as file:
         info = tarfile.TarInfo("a.bin")
         info.size = 100 * 2**20
@@ -313,9 +313,7 @@ def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", ["٣", "9" * 5000, "-1", "1e3", ""])
-def test_a_size_in_pax_records_that_is_no_number_of_bytes_is_an_error_that_names_the_file(
-    tmp_path: Path, size: str
-) -> None:
+def test_an_invalid_size_in_pax_records_is_an_error_that_names_the_file(tmp_path: Path, size: str) -> None:
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         info = tarfile.TarInfo("0.cls")
@@ -326,15 +324,15 @@ def test_a_size_in_pax_records_that_is_no_number_of_bytes_is_an_error_that_names
 
 
 @pytest.mark.parametrize(("mode", "packed"), [("bz2", "bzip2"), ("xz", "xz")])
-def test_a_tar_file_packed_with_what_is_not_read_says_with_what(tmp_path: Path, mode: str, packed: str) -> None:
+def test_an_unsupported_compression_of_a_tar_file_is_named(tmp_path: Path, mode: str, packed: str) -> None:
     with tarfile.open(tmp_path / "x.tar", f"w:{mode}") as archive:  # type: ignore[call-overload]
         archive.addfile(tarfile.TarInfo("a.txt"))
 
-    with pytest.raises(BadObject, match=rf"x\.tar is packed with {packed}: unpack it, or pack it with gzip"):
+    with pytest.raises(BadObject, match=rf"x\.tar is compressed with {packed}: decompress it"):
         open_files(tmp_path / "x.tar")
 
 
-def test_an_archive_without_samples(tmp_path: Path) -> None:
+def test_an_archive_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadObject, match=r"x\.tar: no samples in it;\n'README': names without an extension"):
         open_files(write(tmp_path / "x.tar", [("README", b"")]))
     (tmp_path / "y.tar").touch()
@@ -344,7 +342,7 @@ def test_an_archive_without_samples(tmp_path: Path) -> None:
     assert file_kind(tmp_path / "z") == "tar"
 
 
-def test_many_members_left_out_are_a_number(tmp_path: Path) -> None:
+def test_many_skipped_members_are_counted_without_names(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar", [("a.txt", b""), *((f"README{i}", b"") for i in range(150))])
 
     with open_files(path) as source:

@@ -1,6 +1,6 @@
 """TFRecord files of TensorFlow and of the package ``tfrecord``, read as samples without either.
 
-Each of the two writes in a child process of its own: they cannot be imported into one process.
+Each writes in its own child process, because the two cannot be imported into one process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def split(written: Any, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["plain.tfrecord", "packed.tfrecord.gz", "zlib.tfrecord"])
 @pytest.mark.parametrize("block_bytes", [1000, 2**23])
-def test_what_tensorflow_wrote(tensorflow_folder: Path, name: str, block_bytes: int) -> None:
-    """Scalars, fixed lists, ragged lists, byte strings, negative and large numbers, lists that are not there."""
+def test_files_of_tensorflow_are_read(tensorflow_folder: Path, name: str, block_bytes: int) -> None:
+    """Scalars, fixed lists, ragged lists, byte strings, negative and large numbers, missing lists."""
     written = np.load(tensorflow_folder / "written.npz")
     tokens, scores, images = (split(written, each) for each in ("tokens", "scores", "images"))
 
@@ -53,7 +53,7 @@ def test_what_tensorflow_wrote(tensorflow_folder: Path, name: str, block_bytes: 
         )
         assert source.skipped == (
             ("nothing", "always empty"),
-            ("tags", "0 to 2 byte strings a record; only one can be taken"),
+            ("tags", "0 to 2 byte strings per record, but a field holds only one"),
         )
     found = samples(tensorflow_folder / name, block_bytes=block_bytes)
 
@@ -65,7 +65,7 @@ def test_what_tensorflow_wrote(tensorflow_folder: Path, name: str, block_bytes: 
         assert sample["image/encoded"] == images[i].tobytes()
 
 
-def test_what_the_tfrecord_package_wrote(tmp_path: Path) -> None:
+def test_files_of_the_tfrecord_package_are_read(tmp_path: Path) -> None:
     run("write_tfrecord_package.py", tmp_path)
     written = np.load(tmp_path / "package.npz")
     lists = split(written, "l")
@@ -97,7 +97,7 @@ def frame(record: bytes) -> bytes:
 
 
 def entry(name: str, feature: bytes) -> bytes:
-    """One feature of an Example whose parts are all shorter than 128 bytes."""
+    """Return one feature of an Example whose parts are all shorter than 128 bytes."""
     key = b"\x0a" + bytes([len(name)]) + name.encode()
     inner = key + b"\x12" + bytes([len(feature)]) + feature
     return b"\x0a" + bytes([len(inner)]) + inner
@@ -119,8 +119,8 @@ def write(path: Path, *records: bytes) -> Path:
     return path
 
 
-def test_numbers_that_are_not_packed(tmp_path: Path) -> None:
-    """Older writers put each number into a field of its own; both ways in one list are allowed, too."""
+def test_unpacked_numbers_are_read(tmp_path: Path) -> None:
+    """Older writers put each number into its own field. One list may use both forms."""
     mixed = b"\x1a\x08" + b"\x08\x07" + b"\x0a\x02\x08\x09" + b"\x08\x0a"
     floats = b"\x12\x0a\x0d\x00\x00\x80\x3f\x0d\x00\x00\x00\x40"
     path = write(tmp_path / "x.tfrecord", example(a=mixed, b=floats))
@@ -132,7 +132,7 @@ def test_numbers_that_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_files_of_a_folder_are_one_input_with_one_schema(tmp_path: Path) -> None:
-    """A list of one number in one file and of three in the next is ragged; names without an extension will do."""
+    """A list of one number in one file and of three in the next is ragged. Names without an extension are accepted."""
     write(tmp_path / "train-00000-of-00002", example(a=ONE, b=BYTES), example(a=ONE, b=BYTES))
     write(tmp_path / "train-00001-of-00002", example(a=INTS, b=BYTES))
     (tmp_path / "dataset_info.json").write_text("{}")
@@ -145,7 +145,7 @@ def test_files_of_a_folder_are_one_input_with_one_schema(tmp_path: Path) -> None
     assert samples(tmp_path, fields=("image",), rename={"b": "image"}) == [{"image": b"x"}] * 3
 
 
-def test_a_feature_of_two_kinds_is_refused_by_record(tmp_path: Path) -> None:
+def test_a_feature_of_two_kinds_is_refused_with_its_record(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tfrecord", example(a=ONE, b=ONE), example(a=FLOAT, b=ONE))
 
     with pytest.raises(BadObject, match=r"x\.tfrecord: record 1: feature 'a' is a float_list, but an int64_list in"):
@@ -153,14 +153,14 @@ def test_a_feature_of_two_kinds_is_refused_by_record(tmp_path: Path) -> None:
     assert samples(path, fields=("b",)) == [{"b": 1}, {"b": 1}]
 
 
-def test_fields_that_are_not_there_and_names_that_cannot_be(tmp_path: Path) -> None:
+def test_missing_fields_and_invalid_names_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tfrecord", example(**{"a:0": ONE, "b": ONE}))
 
     assert samples(path) == [{"b": 1}]
     assert samples(path, rename={"a:0": "a"}) == [{"a": 1, "b": 1}]
-    with pytest.raises(UsageError, match="no field 'c'; there is 'a:0', 'b'"):
+    with pytest.raises(UsageError, match="unknown field 'c'; the file has 'a:0', 'b'"):
         open_files(path, SourceOptions(fields=("c",)))
-    with pytest.raises(UsageError, match="--rename c: there is 'a:0', 'b'"):
+    with pytest.raises(UsageError, match="--rename c: unknown field; the file has 'a:0', 'b'"):
         open_files(path, SourceOptions(rename={"c": "d"}))
 
 
@@ -175,7 +175,7 @@ def test_fields_that_are_not_there_and_names_that_cannot_be(tmp_path: Path) -> N
         (example(a=b"\x1a\x0d\x0a\x0b" + b"\x80" * 10 + b"\x01"), "feature 'a': a varint of more than 10 bytes"),
         (example(b=b"\x12\x05\x0a\x03abc"), "feature 'b': a float_list that is cut short"),
         (example(a=b"\x12\x02\x08\x01"), "a float_list holds wire type 0"),
-        (b"\x0a\x08" + b"\x0a\x02\x12\x00" * 2, "feature '' is there twice"),
+        (b"\x0a\x08" + b"\x0a\x02\x12\x00" * 2, "feature '' appears twice"),
         (b"\x0a\x05\x0a\x03\x0a\x01\xff", "codec can't decode"),
     ],
 )
@@ -187,8 +187,8 @@ def test_records_that_are_no_examples_are_named(tmp_path: Path, record: bytes, m
     assert message in str(caught.value)
 
 
-def test_deep_nesting_is_only_bytes(tmp_path: Path) -> None:
-    """A message in a message, forty times: nothing follows it down."""
+def test_deeply_nested_messages_are_not_followed(tmp_path: Path) -> None:
+    """A message inside a message, forty levels deep."""
     nested = b""
     for _ in range(40):
         nested = b"\x22" + bytes([len(nested)]) + nested
@@ -197,8 +197,8 @@ def test_deep_nesting_is_only_bytes(tmp_path: Path) -> None:
     assert samples(path) == [{"b": 1}]
 
 
-def test_a_length_that_is_not_there_allocates_nothing(tmp_path: Path) -> None:
-    """Fault 61: a length has its own checksum, and is compared with what is left of the file."""
+def test_a_declared_length_beyond_the_file_allocates_no_memory(tmp_path: Path) -> None:
+    """Fault 61: a length has its own checksum, and is compared with the rest of the file."""
     good = frame(example(a=ONE))
     (tmp_path / "x.tfrecord").write_bytes(good + struct.pack("<Q", 2**63) + b"\0\0\0\0")
     with pytest.raises(BadObject, match=r"x\.tfrecord: record 1 has a damaged length"):
@@ -215,7 +215,7 @@ def test_a_length_that_is_not_there_allocates_nothing(tmp_path: Path) -> None:
         open_files(tmp_path / "x.tfrecord.gz")
 
 
-def test_a_record_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) -> None:
+def test_a_decompression_bomb_in_a_record_is_refused(tmp_path: Path) -> None:
     record = bytes(100_000_000)
     with gzip.open(tmp_path / "x.tfrecord.gz", "wb", compresslevel=9) as file:
         file.write(frame(record))
@@ -226,7 +226,7 @@ def test_a_record_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("level", [1, 6, 9])
 def test_a_file_compressed_by_zlib_is_read(tmp_path: Path, level: int) -> None:
-    """``TFRecordOptions(compression_type="ZLIB")``: the three levels write three different beginnings."""
+    """``TFRecordOptions(compression_type="ZLIB")``: the three levels have three different magic bytes."""
     raw = b"".join(frame(example(a=INTS, b=BYTES, c=FLOAT)) for _ in range(5000))
     (tmp_path / "plain.tfrecord").write_bytes(raw)
     (tmp_path / "x.tfrecord").write_bytes(zlib.compress(raw, level))
@@ -249,8 +249,8 @@ def test_a_plain_file_may_begin_like_zlib(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tfrecord", ".tfrecord.gz", ".tfrecord.zlib"])
-def test_a_damaged_file_never_gives_a_wrong_sample(tmp_path: Path, suffix: str) -> None:
-    """Every cut that is not between two records, and every flipped bit, is an error that names the file."""
+def test_a_damaged_file_never_returns_a_wrong_sample(tmp_path: Path, suffix: str) -> None:
+    """Every truncation that is not between two records, and every flipped bit, is an error that names the file."""
     raw = b"".join(frame(example(a=INTS, b=BYTES, c=FLOAT)) for _ in range(20))
     path = tmp_path / f"x{suffix.removesuffix('.zlib')}"
     path.write_bytes({"d": raw, "z": gzip.compress(raw), "b": zlib.compress(raw)}[suffix[-1]])
@@ -268,17 +268,19 @@ def test_a_damaged_file_never_gives_a_wrong_sample(tmp_path: Path, suffix: str) 
             assert how.startswith("cut"), how
 
 
-def test_an_empty_file_and_one_that_is_none(tmp_path: Path) -> None:
+def test_an_empty_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.tfrecord").touch()
     (tmp_path / "y.tfrecord").write_bytes(b"hello world, this is not a record")
 
     with pytest.raises(BadObject, match=r"x\.tfrecord: no records in it"):
         open_files(tmp_path / "x.tfrecord")
-    with pytest.raises(BadObject, match=r"y\.tfrecord: record 0 has a damaged length, or the file is no TFRecord"):
+    with pytest.raises(
+        BadObject, match=r"y\.tfrecord: record 0 has a damaged length, or the file is not a TFRecord file"
+    ):
         open_files(tmp_path / "y.tfrecord")
 
 
-def test_a_single_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+def test_a_single_file_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "records", example(a=ONE))
 
     assert file_kind(path) == "tfrecord"
@@ -288,5 +290,5 @@ def test_a_single_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
 def test_too_many_features_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tfrecord", *(example(**{f"f{i}": ONE}) for i in range(1001)))
 
-    with pytest.raises(BadObject, match=r"x\.tfrecord: record \d+: more than 1000 features by name"):
+    with pytest.raises(BadObject, match=r"x\.tfrecord: record \d+: more than 1000 different features"):
         open_files(path)

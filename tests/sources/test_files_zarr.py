@@ -1,4 +1,4 @@
-"""Zarr folders that zarr-python wrote, in both formats, read as samples; and codecs that would unpickle."""
+"""Zarr folders that zarr-python wrote in both formats, read as samples, and codecs that would unpickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARRAYS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Any:
-    """zarr-python warns of data types that version 3 has no specification of."""
+    """Silence zarr-python's warnings about data types that version 3 does not specify."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -50,7 +50,7 @@ def write(path: Path, version: int, arrays: dict[str, Any], **how: Any) -> None:
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("codec", ["default", "none"])
 def test_arrays_of_a_group_are_fields(tmp_path: Path, version: int, codec: str) -> None:
-    """Every dtype, value by value, with and without compression; groups are parts of names."""
+    """Every dtype, value by value, with and without compression. Groups are part of field names."""
     write(tmp_path / "x.zarr", version, ARRAYS, **({} if codec == "default" else {"compressors": None}))
 
     found = samples(tmp_path / "x.zarr")
@@ -66,7 +66,7 @@ def test_arrays_of_a_group_are_fields(tmp_path: Path, version: int, codec: str) 
     [numcodecs.Blosc("zstd"), numcodecs.GZip(), numcodecs.LZ4(), numcodecs.BZ2(), numcodecs.Zlib(), numcodecs.LZMA()],
     ids=lambda c: c.codec_id,
 )
-def test_compressors_of_version_2(tmp_path: Path, compressor: Any) -> None:
+def test_compressors_of_version_2_are_read(tmp_path: Path, compressor: Any) -> None:
     filters = [numcodecs.Delta("i4"), numcodecs.CRC32()]
     array = zarr.create_array(
         tmp_path / "x", shape=(N, 3), chunks=(8, 2), dtype="i4", zarr_format=2, compressors=compressor, filters=filters
@@ -76,7 +76,7 @@ def test_compressors_of_version_2(tmp_path: Path, compressor: Any) -> None:
     assert all(same(sample["x"], row) for sample, row in zip(samples(tmp_path / "x"), values, strict=True))
 
 
-def test_shards_of_version_3(tmp_path: Path) -> None:
+def test_shards_of_version_3_are_read(tmp_path: Path) -> None:
     array = zarr.create_array(
         tmp_path / "x.zarr", shape=(N, 6), chunks=(2, 3), shards=(16, 6), dtype="f8", fill_value=7
     )
@@ -90,7 +90,7 @@ def test_shards_of_version_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_texts_are_str_and_bytes(tmp_path: Path, version: Any) -> None:
+def test_texts_become_str_and_bytes(tmp_path: Path, version: Any) -> None:
     from zarr.dtype import VariableLengthBytes
 
     texts, raws = ["", "one", "zwölf", "日本"], [b"", b"one", b"\xff\0x", b"a b"]
@@ -104,7 +104,7 @@ def test_texts_are_str_and_bytes(tmp_path: Path, version: Any) -> None:
         assert sample == {"text": texts[i], "raw": raws[i], "wide": texts[i], "fixed": raws[i]}
 
 
-def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_arrays_that_cannot_be_fields_are_left_out_with_the_reason(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
     for name in ("x", "y"):
         group.create_array(name, shape=(5,), dtype="f4")
@@ -122,14 +122,14 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
             "single": "a single value, without rows",
             "table": (
                 "dtype [('a', '<i4'), ('b', '<f8')] is a compound type;"
-                " save each part of it (a, b) as an array of its own"
+                " save each of its fields (a, b) as a separate array"
             ),
             "grid": "texts in 2 dimensions",
             "link": "a link to a folder; name that folder as a source of its own",
         }
 
 
-def test_rows_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> None:
+def test_rows_are_read_from_any_position_and_again_after_close(tmp_path: Path) -> None:
     write(tmp_path / "x.zarr", 3, {"image": ARRAYS["image"]})
     source = open_files(tmp_path / "x.zarr")
 
@@ -140,12 +140,12 @@ def test_rows_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> No
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Any:
-    """Bytes whose unpickling makes a folder; it must not be there afterwards."""
+    """Return bytes that create a folder when they are unpickled. The folder must not exist afterwards."""
     place = tmp_path / "unpickled"
     raw = f"cos\nmkdir\n(V{place}\ntR.".encode()
     yield raw
     assert not place.exists()
-    pickle.loads(raw)  # the canary does sing
+    pickle.loads(raw)  # the canary does work
     assert place.exists()
 
 
@@ -183,12 +183,14 @@ def test_arrays_that_would_be_unpickled_are_never_opened(tmp_path: Path, canary:
     with open_files(tmp_path / "x.zarr") as source:
         assert source.schema.names == ("good",)
         assert source.skipped == (("evil", "it uses 'pickle', which is not a codec for numbers or text"),)
-    with pytest.raises(UsageError, match="'evil' cannot be taken: it uses 'pickle'"):
+    with pytest.raises(UsageError, match="'evil' cannot be read: it uses 'pickle'"):
         open_files(tmp_path / "x.zarr", SourceOptions(fields=("evil",)))
 
 
 @pytest.mark.parametrize("inside", ["codecs", "index_codecs"])
-def test_nor_inside_of_shards(tmp_path: Path, canary: bytes, inside: str) -> None:
+def test_arrays_inside_shards_that_would_be_unpickled_are_never_opened(
+    tmp_path: Path, canary: bytes, inside: str
+) -> None:
     zarr.create_array(tmp_path / "x.zarr", shape=(8,), chunks=(2,), shards=(8,), dtype="f8", compressors=None)
     about = json.loads((tmp_path / "x.zarr" / "zarr.json").read_text())
     about["codecs"][0]["configuration"][inside].append({"name": "numcodecs.pickle", "configuration": {}})
@@ -196,7 +198,7 @@ def test_nor_inside_of_shards(tmp_path: Path, canary: bytes, inside: str) -> Non
     (tmp_path / "x.zarr" / "c").mkdir()
     (tmp_path / "x.zarr" / "c" / "0").write_bytes(canary)
 
-    with pytest.raises(BadObject, match=r"nothing in it can be taken as samples;\n'x': it uses 'numcodecs\.pickle'"):
+    with pytest.raises(BadObject, match=r"nothing in it can be read as samples;\n'x': it uses 'numcodecs\.pickle'"):
         open_files(tmp_path / "x.zarr")
 
 
@@ -217,8 +219,8 @@ def test_shapes_that_the_folder_cannot_hold_are_refused(
         open_files(tmp_path / "x.zarr")
 
 
-def test_a_chunk_that_grows_beyond_measure_is_an_error_and_takes_no_memory(tmp_path: Path) -> None:
-    """A small file of zeros, repeatedly compressed, would fill the memory when it is unpacked."""
+def test_a_decompression_bomb_in_a_chunk_is_an_error_and_takes_no_memory(tmp_path: Path) -> None:
+    """A small file of zeros, compressed repeatedly, would fill the memory when it is decompressed."""
     array = zarr.create_array(
         tmp_path / "x.zarr", shape=(8,), chunks=(8,), dtype="f8", compressors=zarr.codecs.ZstdCodec()
     )
@@ -226,7 +228,7 @@ def test_a_chunk_that_grows_beyond_measure_is_an_error_and_takes_no_memory(tmp_p
     chunk = next((tmp_path / "x.zarr" / "c").iterdir())
     chunk.write_bytes(numcodecs.Zstd(level=1).encode(np.zeros(1_500_000_000, dtype=np.uint8)))
 
-    with pytest.raises(BadObject, match=r"x\.zarr: .* unpacks to more than the 1049600 bytes that it may have"):
+    with pytest.raises(BadObject, match=r"x\.zarr: .* decompresses to more than the 1049600 bytes allowed"):
         samples(tmp_path / "x.zarr")
 
 
@@ -247,8 +249,8 @@ def test_damaged_metadata_and_chunks_are_errors_that_name_the_array(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
-def test_a_shard_cut_short_is_an_error_and_never_fill_values(tmp_path: Path, cut: int) -> None:
-    """zarr-python takes an empty shard for one that was never written."""
+def test_a_truncated_shard_is_an_error_and_never_fill_values(tmp_path: Path, cut: int) -> None:
+    """zarr-python treats an empty shard as one that was never written."""
     array = zarr.create_array(tmp_path / "x.zarr", shape=(N, 6), chunks=(2, 6), shards=(16, 6), dtype="f8")
     array[:] = RANDOM.normal(size=(N, 6))
     shard = tmp_path / "x.zarr" / "c" / "1" / "0"

@@ -1,4 +1,4 @@
-"""Samples that lie one behind the other in one long array are samples, not a million single numbers."""
+"""Samples that are concatenated in one long array are read as samples, not as a million single numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Write = Callable[[Path, Arrays], Path]
 
 
 def read(path: Path, **options: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The values of each field, sample by sample, and what was left out."""
+    """Return the values of each field, sample by sample, and the left-out arrays."""
     with open_files(path, SourceOptions(**options)) as files:
         block = files.read(0, files.samples)
         samples = [block.sample(number) for number in range(len(block))]
@@ -81,9 +81,7 @@ def same(seen: list[Any], values: np.ndarray[Any, Any], starts: np.ndarray[Any, 
         ("counts", LENGTHS.astype("<u2")),
     ],
 )
-def test_values_beside_offsets_are_samples_of_differing_size(
-    name: str, marks: Any, write: Write, tmp_path: Path
-) -> None:
+def test_values_with_offsets_are_samples_of_different_size(name: str, marks: Any, write: Write, tmp_path: Path) -> None:
     labels = np.arange(len(LENGTHS))
     path = write(tmp_path / "flat", {"values": VALUES, name: marks, "label": labels})
     seen, skipped = read(path)
@@ -93,7 +91,7 @@ def test_values_beside_offsets_are_samples_of_differing_size(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_points_of_several_coordinates_and_rows_of_a_sparse_matrix(write: Write, tmp_path: Path) -> None:
+def test_points_and_sparse_rows_with_offsets_are_samples(write: Write, tmp_path: Path) -> None:
     points = np.arange(3 * TOTAL, dtype="<f8").reshape(TOTAL, 3)
     seen, _ = read(write(tmp_path / "points", {"xyz": points, "feature": VALUES, "ptr": OFFSETS}))
     same(seen["xyz"], points)
@@ -107,7 +105,7 @@ def test_points_of_several_coordinates_and_rows_of_a_sparse_matrix(write: Write,
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_field_that_is_asked_for_alone_has_its_offsets_all_the_same(write: Write, tmp_path: Path) -> None:
+def test_a_single_requested_field_still_uses_its_offsets(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path / "flat", {"values": VALUES, "offsets": OFFSETS, "label": np.arange(len(LENGTHS))})
     seen, _ = read(path, fields=("values",))
     same(seen["values"], VALUES)
@@ -115,32 +113,30 @@ def test_a_field_that_is_asked_for_alone_has_its_offsets_all_the_same(write: Wri
     same(seen["signal"], VALUES)
     seen, _ = read(path, fields=("offsets",))
     assert [int(value) for value in seen["offsets"]] == OFFSETS.tolist()
-    with pytest.raises(UsageError, match="no field 'nothing'"):
+    with pytest.raises(UsageError, match="unknown field 'nothing'"):
         read(path, fields=("nothing",))
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("offsets", [OFFSETS[:-1], OFFSETS + 1, np.append(OFFSETS, TOTAL + 5)])
-def test_offsets_that_lead_elsewhere_are_refused_and_the_advice_works(
-    offsets: Any, write: Write, tmp_path: Path
-) -> None:
+def test_invalid_offsets_are_refused_and_the_advice_works(offsets: Any, write: Write, tmp_path: Path) -> None:
     path = write(tmp_path / "flat", {"values": VALUES, "offsets": offsets})
-    with pytest.raises(BadObject, match=r"'offsets' would say where samples of 'values' begin.*\n.*--fields values"):
+    with pytest.raises(BadObject, match=r"'offsets' looks like offsets of samples in 'values'.*\n.*--fields values"):
         read(path)
     seen, _ = read(path, fields=("values",))
     assert len(seen["values"]) == TOTAL
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_offsets_that_go_back_are_refused(write: Write, tmp_path: Path) -> None:
+def test_decreasing_offsets_are_refused(write: Write, tmp_path: Path) -> None:
     offsets = OFFSETS.copy()
     offsets[3], offsets[4] = offsets[4], offsets[3]
-    with pytest.raises(BadObject, match="'offsets' leads out of its array, or back"):
+    with pytest.raises(BadObject, match="'offsets' has offsets that decrease or point outside"):
         read(write(tmp_path / "flat", {"values": VALUES, "offsets": offsets}))
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_fields_of_rows_that_are_only_called_so_stay_fields(write: Write, tmp_path: Path) -> None:
+def test_row_fields_named_like_offsets_stay_fields(write: Write, tmp_path: Path) -> None:
     rows = {"x": np.ones((9, 4)), "offset": np.arange(9), "counts": np.arange(9) * 2, "length": np.arange(9.0)}
     seen, skipped = read(write(tmp_path / "rows", rows))
     assert {name: len(values) for name, values in seen.items()} == dict.fromkeys(rows, 9)
@@ -148,7 +144,7 @@ def test_fields_of_rows_that_are_only_called_so_stay_fields(write: Write, tmp_pa
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_pull_of_flat_values_names_the_offsets_and_gives_ragged_batches(write: Write, tmp_path: Path) -> None:
+def test_a_pull_of_flat_values_names_the_offsets_and_delivers_ragged_batches(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path / "flat", {"values": VALUES, "offsets": OFFSETS})
     with cachetool.open_cache(tmp_path / "cache", max_size="50MB") as cache:
         result = cache.pull(str(path), all=True)
@@ -162,13 +158,13 @@ def test_a_pull_of_flat_values_names_the_offsets_and_gives_ragged_batches(write:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=30), by=st.sampled_from(["offsets", "lengths"]))
-def test_any_lengths_give_the_values_back(
+def test_values_of_any_lengths_are_read_back(
     lengths: list[int], by: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(int(starts[-1]), dtype="<i8")
     if len(values) == len(lengths) or not len(values):
-        return  # rows and values cannot be told apart, or there are none
+        return  # rows and values cannot be distinguished, or there are none
     marks = starts if by == "offsets" else np.array(lengths)
     path = hdf5(tmp_path_factory.mktemp("any") / "flat", {"values": values, by: marks})
     seen, _ = read(path)

@@ -1,4 +1,4 @@
-"""Globs: which names they match, that a source named by one is its folder, and that no Zarr loses a part of itself."""
+"""Globs: the names that they match, the folder as the source, and Zarr folders that are never split."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def chosen(keys: tuple[str, ...] = KEYS, **globs: Any) -> list[str]:
         ("*", set(KEYS)),
     ],
 )
-def test_a_glob_includes_what_it_matches_and_excludes_the_same(glob: str, matches: set[str]) -> None:
+def test_a_glob_includes_or_excludes_its_matches(glob: str, matches: set[str]) -> None:
     assert set(chosen(include=[glob])) == matches
     assert set(chosen(exclude=(glob,))) == set(KEYS) - matches
 
 
-def test_globs_add_up_and_exclude_goes_first() -> None:
+def test_several_globs_are_combined_and_exclude_has_priority() -> None:
     assert chosen(include=["/*.jpg", "*.csv"], exclude=["v*"]) == ["a.jpg", "labels.csv", "new\nline.jpg", "\udcff.jpg"]
     assert chosen(include="*.csv") == ["labels.csv"]
 
 
 @pytest.mark.parametrize("glob", ["", "/", "[b-a]", 3, "x\0", "\ud800"])
-def test_a_glob_that_is_none_is_refused(glob: object) -> None:
+def test_an_invalid_glob_is_refused(glob: object) -> None:
     with pytest.raises(UsageError, match=r"include|glob"):
         SourceOptions(include=(glob,))  # type: ignore[arg-type]
 
@@ -85,13 +85,13 @@ def test_options_with_globs_cross_processes_and_number_draws_in_any_order() -> N
         ("/*.nothing", ("/", "/*.nothing")),
     ],
 )
-def test_a_source_with_a_glob_is_its_folder_and_what_the_glob_takes(url: str, parts: tuple[str, str] | None) -> None:
+def test_a_source_with_a_glob_is_its_folder_restricted_to_the_matches(url: str, parts: tuple[str, str] | None) -> None:
     assert split_glob(url) == parts
 
 
-def test_a_name_that_exists_is_no_glob(tmp_path: Path) -> None:
+def test_an_existing_name_is_not_read_as_a_glob(tmp_path: Path) -> None:
     (tmp_path / "v[1]").mkdir()
     assert split_glob(str(tmp_path / "v[1]")) is None
     assert split_glob(f"{tmp_path}/v[2]") == (f"{tmp_path}/", "/v[2]")
-    with pytest.raises(UsageError, match="leave one out"):
+    with pytest.raises(UsageError, match="leave --include out"):
         with_glob(f"{tmp_path}/*.x", SourceOptions(include="*.y"))

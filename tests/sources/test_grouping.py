@@ -1,4 +1,4 @@
-"""Which names of a place are samples: what lies beside them is left out, named and counted, and nothing gets lost."""
+"""The names of a place that form samples. Other names are left out, reported and counted, and nothing gets lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STRAYS = [
 
 @pytest.mark.parametrize("stray", STRAYS)
 @pytest.mark.parametrize("ends", [("jpg",), ("jpg", "json"), ("left.png", "right.png"), ("npy", "cls")])
-def test_a_file_beside_samples_is_none_of_them_and_is_named(stray: str, ends: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_file_that_is_no_sample_is_left_out_and_named(stray: str, ends: tuple[str, ...], tmp_path: Path) -> None:
     samples = [key for end in ends for key in names(12, end, "train/")]
     found = listed([*samples, stray], tmp_path / "l")
 
@@ -57,7 +57,7 @@ def test_a_file_beside_samples_is_none_of_them_and_is_named(stray: str, ends: tu
     assert sum(found.left_out.values()) == 1
 
 
-def test_many_different_strays_are_left_out_together_and_hidden_ones_counted(tmp_path: Path) -> None:
+def test_many_different_stray_files_are_left_out_and_hidden_ones_counted(tmp_path: Path) -> None:
     samples = names(60, "jpg")
     found = listed([*samples, *STRAYS, ".DS_Store", "x/.git/config"], tmp_path / "l")
 
@@ -73,9 +73,9 @@ def test_many_different_strays_are_left_out_together_and_hidden_ones_counted(tmp
         ([*names(3, "jpg"), "x.csv"], ["x.csv"]),
         ([*names(6, "jpg"), "x.csv", "y.csv"], ["x.csv", "y.csv"]),
         ([*names(1, "jpg"), "README.md"], ["README.md"]),
-        ([*names(1, "jpg"), "x.csv"], []),  # nobody can say which
+        ([*names(1, "jpg"), "x.csv"], []),  # it is unclear which one is the stray
         ([*names(2, "jpg"), "x.csv"], []),
-        ([*names(1, "jpg"), "labels.csv"], ["labels.csv"]),  # a list by its name
+        ([*names(1, "jpg"), "labels.csv"], ["labels.csv"]),  # a label list by its name
         ([*names(2, "npy"), "metadata.json", "README.md"], ["README.md", "metadata.json"]),
         (["train.npy", "test.npy", "val.npy"], []),
         (["images.npy", "labels.npy"], []),
@@ -83,25 +83,24 @@ def test_many_different_strays_are_left_out_together_and_hidden_ones_counted(tmp
         ([*names(9, "jpg"), "README-zh.md", "LICENSE.MIT", "LICENCE"], ["LICENCE", "LICENSE.MIT", "README-zh.md"]),
         ([f"notice_{n:03d}.{end}" for n in range(9) for end in ("jpg", "txt")], []),
         ([*names(9, "txt"), "citation.graph.npy", "readme.jpg"], ["citation.graph.npy", "readme.jpg"]),
-        ([*names(9, "npy", "a/"), *(f"s{n}/labels.csv" for n in range(9))], []),  # as many: parts of samples, perhaps
+        # equally many: they may be parts of samples
+        ([*names(9, "npy", "a/"), *(f"s{n}/labels.csv" for n in range(9))], []),
         ([*names(6, "jpg"), *(f"b{n}.png" for n in range(6))], []),
-        ([*names(40, "jpg"), *(f"b{n}.png" for n in range(4))], []),  # images saved in another way
+        ([*names(40, "jpg"), *(f"b{n}.png" for n in range(4))], []),  # images saved in another format
         ([*names(12, "jpg"), "cover.png"], ["cover.png"]),
         ([*names(50, "flac"), *(f"b{n}.mp3" for n in range(4))], []),
         ([*names(50, "flac"), *(f"b{n}.log" for n in range(4))], [f"b{n}.log" for n in range(4)]),
         ([*names(12, "jpg"), *(f"b{n}.csv" for n in range(5))], []),
-        ([*names(12, "jpg"), *names(9, "txt")], []),  # some lack a field: they share one
+        ([*names(12, "jpg"), *names(9, "txt")], []),  # some samples lack a field: all share another one
         ([*names(8, "jpg"), *names(8, "txt"), "classes.txt", "b/classes.txt"], ["b/classes.txt", "classes.txt"]),
-        ([*names(8, "txt"), "classes.txt"], []),  # a sample as the others are
+        ([*names(8, "txt"), "classes.txt"], []),  # a sample like the others
         (["README.md", "index.html"], ["README.md"]),
         (["a/index.html", "b/index.html"], []),
         ([*names(9, "md"), "README.md"], ["README.md"]),
         ([*names(9, "npy"), *names(9, "json"), "stats.json"], ["stats.json"]),
     ],
 )  # fmt: skip
-def test_what_is_left_out_shares_no_field_with_nearly_all_others(
-    keys: list[str], left: list[str], tmp_path: Path
-) -> None:
+def test_left_out_files_share_no_field_with_nearly_all_others(keys: list[str], left: list[str], tmp_path: Path) -> None:
     found = listed(keys, tmp_path / "l")
 
     assert (
@@ -119,7 +118,7 @@ def test_what_is_left_out_shares_no_field_with_nearly_all_others(
         ({"rename": {"csv": "jpg", "txt": "jpg"}}, set()),
     ],
 )
-def test_what_has_none_of_the_fields_asked_for_is_left_out(
+def test_files_without_any_requested_field_are_left_out(
     options: dict[str, Any], left: set[str], tmp_path: Path
 ) -> None:
     keys = [*names(12, "jpg", "image/"), *names(12, "txt", "text/"), "labels.csv"]
@@ -145,7 +144,9 @@ DAYS = [f"2024.{month:02d}.{day:02d}.npy" for month in range(1, 13) for day in r
         [f"{number}.5e-{number}.dat" for number in range(1, 9)],
     ],
 )
-def test_names_of_numbers_between_dots_are_samples_each_and_a_note_says_so(keys: list[str], tmp_path: Path) -> None:
+def test_names_with_numbers_between_dots_are_one_sample_each_and_a_note_says_so(
+    keys: list[str], tmp_path: Path
+) -> None:
     samples = [key for key in keys if key not in ("labels.csv", "README.md", "params.toml", "run.log")]
     found = listed(keys, tmp_path / "l")
 
@@ -170,7 +171,7 @@ def test_names_of_numbers_between_dots_are_samples_each_and_a_note_says_so(keys:
         names(30, "npy"),
     ],
 )
-def test_names_as_webdataset_has_them_are_cut_at_the_first_dot(keys: list[str], tmp_path: Path) -> None:
+def test_webdataset_names_are_split_at_the_first_dot(keys: list[str], tmp_path: Path) -> None:
     found = listed(keys, tmp_path / "l")
 
     assert (found.stem, found.notes, found.objects) == ("first", (), len(keys))
@@ -185,7 +186,7 @@ def test_names_as_webdataset_has_them_are_cut_at_the_first_dot(keys: list[str], 
         ([f"sub/frame.{number:04d}" for number in range(120)], "(?P<key>.*?(?P<field>[^/.]+)[.][^/]*)"),
     ],
 )
-def test_names_that_would_be_nonsense_are_refused_and_the_option_in_the_error_reads_them(
+def test_ambiguous_names_are_refused_and_the_option_in_the_error_reads_them(
     keys: list[str], stem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as raised:
@@ -215,10 +216,10 @@ SAMPLES = st.builds(
     st.sampled_from([(), ("*.jpg", "*.tar"), ("sub/**",)]),
     st.sampled_from([None, "jpg"]),
 )
-def test_every_file_is_in_a_sample_or_named_or_counted_with_the_reason(
+def test_every_file_belongs_to_a_sample_or_is_reported_with_a_reason(
     samples: list[str], strays: set[str], include: tuple[str, ...], field: str | None
 ) -> None:
-    """Law: files = files of samples + files left out, of whatever kind the place is."""
+    """Law: files = files of samples + files left out, for any kind of place."""
     keys = {*samples, *strays}
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as out:
         for key in keys:
@@ -228,7 +229,8 @@ def test_every_file_is_in_a_sample_or_named_or_counted_with_the_reason(
         options = SourceOptions(include=include, fields=None if field is None else (field,))
         try:
             found = list_source(place, Path(out, "l"), options)
-        except (NotFound, UsageError, BadObject):  # what cannot be read at all is an error, never a silent part
+        # a place that cannot be read at all is an error, never silently empty
+        except (NotFound, UsageError, BadObject):
             return
         named = found.left_out.listed()
         if (Path(out, "l") / TABLE_FILE).exists():
@@ -243,7 +245,7 @@ def test_every_file_is_in_a_sample_or_named_or_counted_with_the_reason(
 
 @settings(max_examples=40)
 @given(SAMPLES, st.sets(KEYS, max_size=12), st.randoms(use_true_random=False), st.integers(1, 7), st.integers(1, 50))
-def test_what_is_left_out_does_not_depend_on_the_order_of_arrival(
+def test_the_left_out_files_do_not_depend_on_the_order_of_arrival(
     samples: list[str], strays: set[str], shuffler: random.Random, page: int, run: int
 ) -> None:
     keys = sorted({*samples, *strays})
@@ -277,7 +279,8 @@ SHARDS = [(f"{number:05d}.tar", 10_240) for number in range(4)]
 @pytest.mark.parametrize(
     "beside",
     [
-        [(f"{number:05d}.parquet", 90_000) for number in range(4)],  # img2dataset, its tables larger than its archives
+        # img2dataset: its tables are larger than its archives
+        [(f"{number:05d}.parquet", 90_000) for number in range(4)],
         [(f"{number:05d}.{end}", 900) for number in range(4) for end in ("parquet", "json")],
         [(f"{number:05d}_stats.json", 90_000) for number in range(4)],
         [(f"tables/{number:05d}.parquet", 90_000) for number in range(4)],
@@ -288,21 +291,19 @@ SHARDS = [(f"{number:05d}.tar", 10_240) for number in range(4)]
         [("all.h5", 900_000)],
     ],
 )
-def test_archives_with_side_files_are_a_set_of_archives_whatever_the_bytes(beside: list[tuple[str, int]]) -> None:
+def test_archives_with_side_files_are_a_set_of_archives_regardless_of_sizes(beside: list[tuple[str, int]]) -> None:
     assert census(*SHARDS, *beside) == "tar"
     records = [(f"d-train.tfrecord-0000{number}-of-00004", 100) for number in range(4)]
     if not any(name.endswith("parquet") for name, _ in beside[:1]) or len(beside) == 1:
         assert census(*records, *beside) == "tfrecord"
 
 
-def test_a_kind_that_is_asked_for_is_read_and_one_that_is_not_there_is_refused_with_what_is() -> None:
+def test_a_requested_kind_is_read_and_a_missing_kind_is_refused_with_the_existing_ones() -> None:
     tables = [(f"{number:05d}.parquet", 10) for number in range(4)]
     assert census(*SHARDS, *tables, read_as="parquet") == "parquet"
     assert census(*SHARDS, ("metadata.parquet", 10), read_as="parquet") == "parquet"
     assert census(("metadata.parquet", 10)) == "parquet"
     assert census(*((key, 10) for key in names(12, "jpg")), ("metadata.parquet", 9000)) is None
     assert census(*((key, 10) for key in names(3, "npy")), read_as="npy") == "npy"
-    with pytest.raises(
-        UsageError, match=r"--read-as hdf5: under s3://b/ there is none; there are 4 tar, 1 other files"
-    ):
+    with pytest.raises(UsageError, match=r"--read-as hdf5: s3://b/ has no such file; it has 4 tar, 1 other files"):
         census(*SHARDS, ("a.txt", 1), read_as="hdf5")

@@ -1,4 +1,4 @@
-"""Images become what Pillow sees in them, and bombs stay closed."""
+"""Images are decoded as by Pillow, and image bombs are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def test_every_photograph_decodes_as_with_pillow(photos: Path) -> None:
-    """JPEG decoders may round differently by a little; anything else is exact."""
+    """JPEG decoders may round slightly differently; all other formats are exact."""
     paths = sorted(photos.iterdir())
 
     for path in paths:
@@ -68,7 +68,7 @@ def test_pixels_of_more_than_8_bits_are_refused_rather_than_rounded() -> None:
 
 
 def deep_png(channels: int) -> bytes:
-    """16 bits a channel: gray with alpha (2), RGB (3), RGBA (4)."""
+    """Return a PNG of 16 bits per channel: gray with alpha (2), RGB (3), RGBA (4)."""
     rows = np.arange(2 * 3 * channels, dtype=">u2").reshape(2, -1) * 999
     head = struct.pack(">IIBBBBB", 3, 2, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
@@ -76,7 +76,7 @@ def deep_png(channels: int) -> bytes:
 
 
 def tiff(pixels: np.ndarray[Any, Any], orientation: int = 1, *, order: str = "<") -> bytes:
-    """One strip without compression, its tags after it, as the specification has them."""
+    """Return a TIFF of one uncompressed strip, followed by its tags, as the specification says."""
     height, width, channels = pixels.shape
     bits = [8 * pixels.itemsize] * channels
     data = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
@@ -113,8 +113,8 @@ DEEP = {
 
 
 @pytest.mark.parametrize("body", DEEP.values(), ids=DEEP)
-def test_coloured_pixels_of_more_than_8_bits_are_refused_too(body: bytes) -> None:
-    """Pillow gives them as 8 bits without a word; also where only the shape is asked for."""
+def test_colour_pixels_of_more_than_8_bits_are_refused_too(body: bytes) -> None:
+    """Pillow converts them to 8 bits silently. They are also refused if only the shape is requested."""
     for use in (decode_image, image_shape):
         for size in (None, (4, 4)):
             with pytest.raises(BadObject, match=r"an image of 1[06] bits a channel, not 8 bits; pull it as bytes"):
@@ -123,8 +123,8 @@ def test_coloured_pixels_of_more_than_8_bits_are_refused_too(body: bytes) -> Non
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("packed", [False, True])
-def test_pixels_of_a_tiff_are_as_stored_whatever_its_orientation_says(orientation: int, *, packed: bool) -> None:
-    """Like those of JPEG and PNG. Pillow takes another way for packed ones, and turns both while it loads them."""
+def test_pixels_of_a_tiff_are_as_stored_for_any_orientation_tag(orientation: int, *, packed: bool) -> None:
+    """JPEG and PNG behave likewise. Pillow uses another path for compressed TIFFs, and rotates both while loading."""
     pixels = RANDOM.integers(0, 256, (5, 7, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     body = memoryview(tiff(pixels, orientation))
@@ -138,7 +138,7 @@ def test_pixels_of_a_tiff_are_as_stored_whatever_its_orientation_says(orientatio
 
 
 @pytest.mark.parametrize("kind", ["tiff", "ppm", "ppm-as-text", "bmp-of-16-bits-a-pixel"])
-def test_pixels_of_8_bits_or_less_a_channel_are_taken(kind: str) -> None:
+def test_pixels_of_at_most_8_bits_per_channel_are_accepted(kind: str) -> None:
     pixels = RANDOM.integers(0, 256, (2, 3, 3), dtype=np.uint8)
     body = {
         "tiff": tiff(pixels),
@@ -154,21 +154,21 @@ def test_pixels_of_8_bits_or_less_a_channel_are_taken(kind: str) -> None:
     assert np.array_equal(found, pixels) or (kind.startswith("bmp") and not found.any())
 
 
-def test_what_is_no_image_is_refused() -> None:
+def test_bytes_that_are_no_image_are_refused() -> None:
     for body in (b"", b"x", b"%PDF-1.4", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a"):
         with pytest.raises(BadObject):
             decode_image(memoryview(body))
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG of one colour: a few bytes for every line."""
+    """Return a PNG of one colour with a few bytes per line."""
     pixels = zlib.compress(bytes((width // 8 + 1) * min(height, 2000)), 9)
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", pixels) + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(("width", "height"), [(10_000, 10_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
-def test_a_bomb_is_refused_by_its_header(width: int, height: int) -> None:
+def test_an_image_bomb_is_refused_by_its_header(width: int, height: int) -> None:
     """Row 80."""
     body = (
         png_bomb(width, height) if width < 2**20 else png_bomb(8, 8).replace(struct.pack(">I", 8), b"\x7f\xff\xff\xff")
@@ -182,7 +182,7 @@ def test_a_bomb_is_refused_by_its_header(width: int, height: int) -> None:
     tracemalloc.stop()
 
 
-def test_a_jpeg_that_claims_too_much_is_refused() -> None:
+def test_a_jpeg_that_declares_too_many_pixels_is_refused() -> None:
     body = bytearray(saved(Image.new("RGB", (8, 8)), "JPEG"))
     at = bytes(body).index(b"\xff\xc0") + 5
     body[at : at + 4] = struct.pack(">HH", 60_000, 60_000)
@@ -191,7 +191,7 @@ def test_a_jpeg_that_claims_too_much_is_refused() -> None:
         decode_image(memoryview(bytes(body)))
 
 
-def test_threads_may_decode_at_once(photos: Path) -> None:
+def test_threads_can_decode_at_the_same_time(photos: Path) -> None:
     body = memoryview((photos / "coffee.png").read_bytes())
     expected = decode_image(body)
     wrong = []
@@ -225,8 +225,8 @@ def test_pillow_alone_is_enough(monkeypatch: pytest.MonkeyPatch, photos: Path) -
 
 
 @pytest.mark.parametrize("size", [(224, 224), (64, 320), (900, 30)])
-def test_a_resized_photograph_looks_like_the_whole_one_made_smaller(photos: Path, size: tuple[int, int]) -> None:
-    """Averaging in the decoder first costs about one of 256 steps, on photographs and on noise."""
+def test_a_resized_photograph_looks_like_the_decoded_one_made_smaller(photos: Path, size: tuple[int, int]) -> None:
+    """Averaging in the decoder costs about one of 256 steps, on photographs and on noise."""
     bodies = [memoryview(path.read_bytes()) for path in sorted(photos.iterdir())]
     bodies += [saved(Image.effect_noise((1999, 1501), 80).convert("RGB"), kind) for kind in ("JPEG", "PNG")]
 
@@ -252,8 +252,10 @@ print(peak())
 """
 
 
-def test_a_large_jpeg_is_never_whole_in_memory_when_it_is_resized(tmp_path: Path) -> None:
-    """4,000 x 4,000 pixels are 48 MB at least; what its decoder averages by four a side is a sixteenth of that."""
+def test_a_large_jpeg_is_never_completely_in_memory_while_it_is_resized(tmp_path: Path) -> None:
+    """4,000 x 4,000 pixels take at least 48 MB. The decoder averages four pixels per side, which is a sixteenth of
+    that.
+    """
     path = tmp_path / "large.jpg"
     path.write_bytes(saved(Image.effect_noise((4000, 4000), 50).convert("RGB"), "JPEG"))
     ran = subprocess.run([sys.executable, "-c", PEAK, path], check=True, capture_output=True, text=True)
@@ -280,15 +282,15 @@ def test_every_kind_of_8_bit_pixels_can_be_resized(mode: str, kind: str) -> None
 @pytest.mark.parametrize("size", [None, (8, 8)])
 @pytest.mark.parametrize("cut", [10, 100, 400])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
-def test_a_cut_image_is_refused_at_any_size(kind: str, cut: int, size: tuple[int, int] | None) -> None:
+def test_a_truncated_image_is_refused_at_any_size(kind: str, cut: int, size: tuple[int, int] | None) -> None:
     body = saved(Image.effect_noise((64, 64), 50).convert("RGB"), kind)
 
     with pytest.raises(BadObject):
         decode_image(body[: min(cut, len(body) - 20)], size)
 
 
-def test_a_bomb_is_refused_however_small_it_shall_become() -> None:
-    """Row 80: the pixels that it claims count, not those that are kept."""
+def test_an_image_bomb_is_refused_for_any_target_size() -> None:
+    """Row 80: the declared pixels count, not the resized ones."""
     for body in (png_bomb(10_000, 10_000), png_bomb(60_000, 60_000)):
         for use in (decode_image, image_shape):
             with pytest.raises(BadObject, match="too large"):

@@ -1,4 +1,4 @@
-"""Index files beside tar and TFRecord files, as others write them and as nobody should."""
+"""Index files beside tar and TFRecord files, valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_the_lines_of_an_index_are_its_records() -> None:
     ],
     ids=range(11),
 )
-def test_an_index_that_makes_no_sense_is_refused_by_its_name(kind: str, body: bytes) -> None:
+def test_an_invalid_index_is_refused_with_its_name(kind: str, body: bytes) -> None:
     with pytest.raises(BadObject, match=r"^'x\.idx' "):
         facts(kind, body)
 
 
-def test_an_index_of_more_records_than_the_file_has_room_for_takes_no_memory() -> None:
+def test_an_index_of_more_records_than_the_file_can_hold_takes_no_memory() -> None:
     body = b"0 9\n" * 10**6
     tracemalloc.start()
     with pytest.raises(BadObject, match=r"'x\.idx' is not the index of a tfrecord file"):

@@ -1,4 +1,4 @@
-"""Packed keys: what went in comes out, and a damaged listing never gives another key, nor takes the process down."""
+"""Packed keys: they are read back exactly, and a damaged listing never results in another key or a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def blocks_of(pairs: list[tuple[bytes, bytes]]) -> KeyBlocks:
 
 
 @given(st.lists(st.tuples(st.binary(max_size=60), ETAGS), max_size=3 * BLOCK))
-def test_keys_and_etags_come_out_as_they_went_in(pairs: list[tuple[bytes, bytes]]) -> None:
+def test_keys_and_etags_are_read_back_exactly(pairs: list[tuple[bytes, bytes]]) -> None:
     blocks = blocks_of(pairs)
 
     assert list(blocks) == pairs
@@ -58,7 +58,7 @@ def test_names_of_folders_take_a_few_bytes_beside_their_etags() -> None:
     assert len(blocks._data) / len(pairs) < 16 + 6 < size
 
 
-def test_a_block_that_unpacks_without_end_takes_no_memory() -> None:
+def test_an_endless_block_takes_no_memory() -> None:
     bomb = zlib.compress(b"\0" + bytes(2**28))
     blocks = KeyBlocks(Path("l"), np.frombuffer(bomb, np.uint8), np.array([0, len(bomb)]), 5)
 
@@ -80,7 +80,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.data())
-def test_a_damaged_listing_is_an_error_or_gives_the_same_keys(good: Path, data: st.DataObject) -> None:
+def test_a_damaged_listing_is_an_error_or_has_the_same_keys(good: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(path.name for path in good.iterdir())))
     raw = bytearray((good / name).read_bytes())
     at = data.draw(st.integers(0, len(raw) - 1))

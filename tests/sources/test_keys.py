@@ -1,4 +1,4 @@
-"""How a key is cut into sample and field."""
+"""Splitting a key into sample and field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIRST, LAST = Stem("first"), Stem("last")
         ("sp ace.npy", Part("sp ace", "npy", "npy")),
     ],
 )
-def test_a_name_is_cut_at_its_first_dot(key: str, part: Part) -> None:
+def test_a_name_is_split_at_its_first_dot(key: str, part: Part) -> None:
     assert FIRST.split(key) == part
 
 
@@ -49,7 +49,7 @@ def test_a_name_is_cut_at_its_first_dot(key: str, part: Part) -> None:
         ("x.tar.gz", Part("x.tar", "gz", "bytes")),
     ],
 )
-def test_or_at_its_last(key: str, part: Part) -> None:
+def test_a_name_can_be_split_at_its_last_dot(key: str, part: Part) -> None:
     assert LAST.split(key) == part
 
 
@@ -69,7 +69,7 @@ def test_or_at_its_last(key: str, part: Part) -> None:
         (r".*", "noextension", "names without an extension"),
     ],
 )
-def test_or_by_a_regular_expression(rule: str, key: str, part: Part | str) -> None:
+def test_a_name_can_be_split_by_a_regular_expression(rule: str, key: str, part: Part | str) -> None:
     assert Stem(rule).split(key) == part
 
 
@@ -84,8 +84,8 @@ def test_names_without_an_extension_are_no_samples(key: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["(", "*", "[a", "(?P<key>"])
-def test_a_rule_that_is_no_expression_is_refused(rule: str) -> None:
-    with pytest.raises(UsageError, match="--stem is first, last or a regular expression"):
+def test_an_invalid_regular_expression_is_refused(rule: str) -> None:
+    with pytest.raises(UsageError, match="--stem must be first, last or a regular expression"):
         Stem(rule)
 
 
@@ -93,8 +93,10 @@ NAMES = st.text(st.characters(exclude_characters="/.\0", exclude_categories=["Cs
 
 
 @given(folders=st.lists(NAMES, max_size=3), stem=NAMES, field=st.one_of(st.just(""), NAMES))
-def test_the_objects_of_one_stem_are_one_sample_whatever_the_names(folders: list[str], stem: str, field: str) -> None:
-    """Law: the sample's key is the folder and the stem, and a typed extension never belongs to the field's name."""
+def test_objects_with_the_same_stem_are_one_sample_for_any_names(folders: list[str], stem: str, field: str) -> None:
+    """Law: the sample's key is the folder and the stem, and an extension with a known type is never part of the field's
+    name.
+    """
     base = "/".join([*folders, stem])
     middle = f".{field}" if field else ""
 
@@ -104,7 +106,7 @@ def test_the_objects_of_one_stem_are_one_sample_whatever_the_names(folders: list
 
 
 @given(st.text(max_size=30), st.sampled_from(["first", "last", r"([^.]*)", r"(?P<key>[^/]*)"]))
-def test_any_key_is_cut_or_refused_with_a_reason(key: str, rule: str) -> None:
+def test_any_key_is_split_or_refused_with_a_reason(key: str, rule: str) -> None:
     part = Stem(rule).split(key)
 
     assert isinstance(part, str) or (

@@ -1,4 +1,4 @@
-"""Listings: the same objects give the same numbers, in any order of arrival, and nothing is dropped unseen."""
+"""Listings: the same objects get the same numbers in any order of arrival, and nothing is dropped silently."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def units(found: Listing) -> list[list[Object]]:
     return [found.unit(number) for number in range(found.units)]
 
 
-def test_objects_of_one_key_are_one_unit_in_the_order_of_their_keys(tmp_path: Path) -> None:
+def test_objects_with_the_same_key_are_one_unit_in_key_order(tmp_path: Path) -> None:
     found = written(tmp_path / "l", OBJECTS)
 
     assert units(found) == [
@@ -55,7 +55,7 @@ def test_objects_of_one_key_are_one_unit_in_the_order_of_their_keys(tmp_path: Pa
     assert found.unit_bytes(np.array([], dtype=np.int64)).tolist() == []
 
 
-def test_what_was_written_is_what_is_opened(tmp_path: Path) -> None:
+def test_a_written_listing_is_read_back_equal(tmp_path: Path) -> None:
     made = written(tmp_path / "l", OBJECTS)
     found = Listing.open(tmp_path / "l")
 
@@ -76,7 +76,7 @@ KEYS = st.lists(
 
 @settings(max_examples=40)
 @given(KEYS, st.randoms(use_true_random=False), st.integers(1, 7), st.integers(1, 50))
-def test_the_order_of_arrival_the_pages_and_the_runs_leave_no_trace(
+def test_a_listing_does_not_depend_on_order_pages_and_runs(
     keys: list[str], shuffler: random.Random, page: int, run: int
 ) -> None:
     """Law: the listing is a function of the set of objects."""
@@ -109,7 +109,7 @@ def test_any_change_of_an_object_changes_the_identity(tmp_path: Path, change: di
     assert before.identity != after.identity
 
 
-def test_another_rule_of_grouping_is_another_identity(tmp_path: Path) -> None:
+def test_another_rule_of_grouping_changes_the_identity(tmp_path: Path) -> None:
     by_first, by_last = written(tmp_path / "a", OBJECTS), written(tmp_path / "b", OBJECTS, stem="last")
 
     assert by_first.digest != by_last.digest or by_first.identity != by_last.identity
@@ -117,7 +117,7 @@ def test_another_rule_of_grouping_is_another_identity(tmp_path: Path) -> None:
 
 
 def test_lengths_are_part_of_the_digest(tmp_path: Path) -> None:
-    """Neighbours cannot trade characters."""
+    """Characters moved between neighbouring fields change the digest."""
     one = written(tmp_path / "a", [Object("a.n", 1, "pq"), Object("b.n", 1)])
     two = written(tmp_path / "b", [Object("a.npq", 1), Object("b.n", 1)])
 
@@ -126,7 +126,7 @@ def test_lengths_are_part_of_the_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [2, 1000])
 def test_a_key_listed_twice_is_named(tmp_path: Path, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 74: never silently the last one."""
+    """Row 74: the last one never silently wins."""
     monkeypatch.setattr(listing, "RUN", run)
 
     with pytest.raises(BadObject, match=r"'b/2\.npy' is listed twice"):
@@ -146,18 +146,18 @@ def test_a_key_listed_twice_is_named(tmp_path: Path, run: int, monkeypatch: pyte
         Object("a/2.npy", 1, 70_000 * "e"),
     ],
 )
-def test_what_no_store_can_mean_is_refused_by_its_key_in_a_short_line(tmp_path: Path, wrong: Object) -> None:
+def test_impossible_entries_are_refused_with_their_key_in_a_short_line(tmp_path: Path, wrong: Object) -> None:
     with pytest.raises(BadObject, match="the listed key 'a/2") as raised:
         written(tmp_path / "l", [*OBJECTS, wrong])
     assert len(str(raised.value)) < 300
 
 
-def test_sizes_that_no_sum_can_hold_are_refused(tmp_path: Path) -> None:
+def test_sizes_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadObject, match=r"4\.6e\+18 bytes"):
         written(tmp_path / "l", [Object(f"{n}.npy", 2**48 - 1) for n in range(2**14 + 1)], page=2**15)
 
 
-def test_what_is_no_sample_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_objects_that_are_no_samples_are_left_out_and_counted(tmp_path: Path) -> None:
     found = written(
         tmp_path / "l", [Object(key, 1) for key in ("a.npy", ".hidden.npy", "README", "x/.git/y.npy", "LICENSE")]
     )
@@ -166,7 +166,7 @@ def test_what_is_no_sample_is_left_out_and_counted(tmp_path: Path) -> None:
     assert found.left_out == {"hidden": 2, "names without an extension": 2}
 
 
-def test_keys_that_are_not_utf8_and_twins_stay_what_they_are(tmp_path: Path) -> None:
+def test_keys_that_are_not_utf8_and_similar_keys_stay_distinct(tmp_path: Path) -> None:
     keys = [
         "\udcff.npy",
         "e\u0301.npy",
@@ -191,7 +191,7 @@ def test_keys_that_are_not_utf8_and_twins_stay_what_they_are(tmp_path: Path) -> 
     }
 
 
-def test_unknown_sizes_count_as_a_guess_and_not_in_the_sum(tmp_path: Path) -> None:
+def test_unknown_sizes_are_estimated_and_excluded_from_the_sum(tmp_path: Path) -> None:
     found = written(tmp_path / "l", [Object("a.npy", -1), Object("a.json", 10), Object("b.npy", 5)])
 
     assert (found.bytes, found.largest) == (15, 10)
@@ -230,7 +230,7 @@ def test_a_damaged_listing_is_an_error_that_names_it(tmp_path: Path, how: str) -
         Listing.open(tmp_path / "l")
 
 
-def test_a_place_without_samples_says_what_was_there(tmp_path: Path) -> None:
+def test_a_place_without_samples_is_an_error_that_names_its_contents(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     with pytest.raises(NotFound, match=f"no samples under {place}$"):
@@ -241,7 +241,7 @@ def test_a_place_without_samples_says_what_was_there(tmp_path: Path) -> None:
         list_source(str(place), tmp_path / "b")
 
 
-def test_progress_counts_what_has_been_seen(tmp_path: Path) -> None:
+def test_progress_counts_the_listed_objects(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     for number in range(1500):
         (tmp_path / "place" / f"{number}.bin").touch()
@@ -254,7 +254,7 @@ def test_progress_counts_what_has_been_seen(tmp_path: Path) -> None:
 
 
 def test_a_million_keys_take_little_memory_and_little_disk(tmp_path: Path) -> None:
-    """Row 75: within 500 MiB, the interpreter and NumPy included; about 100 bytes a key beside the key."""
+    """Row 75: at most 500 MiB including the interpreter and NumPy; about 100 bytes per key in addition to the key."""
     code = f"""
 from pathlib import Path
 from cachetool.sources.keys import Stem

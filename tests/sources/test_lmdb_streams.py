@@ -1,4 +1,6 @@
-"""LMDB files whose samples are several entries: named databases, and keys such as ``image-0001`` and ``label-0001``."""
+"""LMDB files whose samples consist of several entries: named databases, and keys such as ``image-0001`` and
+``label-0001``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Databases = dict[bytes | None, dict[bytes, bytes]]
 
 
 def write(path: Path, databases: Databases, *, engine: int = 0, **how: Any) -> Path:
-    """A file of these databases; the one without a name is None."""
+    """Write a file of these databases. The unnamed database has the name None."""
     with lmdb.open(str(path), subdir=False, map_size=2**25, max_dbs=70, lib_version=engine) as env:
         for name, entries in databases.items():
             db = env.open_db(name, **how) if name is not None else None
@@ -40,8 +42,8 @@ def advised(error: CacheToolError | str, option: str = "--fields") -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["0.9", "1.0"])
-def test_named_databases_of_the_same_keys_are_the_fields_of_samples(engine: int, tmp_path: Path) -> None:
-    count = 2500  # keys are remembered every 1,024
+def test_named_databases_with_the_same_keys_are_the_fields_of_samples(engine: int, tmp_path: Path) -> None:
+    count = 2500  # a key is remembered every 1,024 entries
     names = (b"images", b"labels", b"masks")
     content = {name: {key: name + key for key in numbered(b"%06d", count)} for name in names}
     path = write(tmp_path / "x.lmdb", content, engine=engine)
@@ -105,7 +107,9 @@ def test_entries_that_share_a_number_or_a_name_are_fields_of_one_sample(
     ],
     ids=["classes", "uneven", "numbers", "one-ending", "two-endings", "others"],
 )
-def test_entries_that_share_nothing_are_samples_each(entries: dict[bytes, bytes], notes: int, tmp_path: Path) -> None:
+def test_entries_without_a_common_number_or_name_are_one_sample_each(
+    entries: dict[bytes, bytes], notes: int, tmp_path: Path
+) -> None:
     path = write(tmp_path / "x.lmdb", {None: entries})
 
     assert {sample["__key__"].encode(): sample["value"] for sample in samples(path)} == entries
@@ -127,12 +131,12 @@ def test_entries_that_share_nothing_are_samples_each(entries: dict[bytes, bytes]
     ],
     ids=["meta", "beside", "lost-one", "three"],
 )
-def test_fields_of_another_number_of_entries_are_refused_with_fields_that_work(
+def test_fields_with_different_numbers_of_entries_are_refused_with_fields_that_work(
     databases: Databases, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "x.lmdb", databases)
 
-    with pytest.raises(UsageError, match="not all with as many entries") as refused:
+    with pytest.raises(UsageError, match="have different numbers of entries") as refused:
         open_files(path)
     fields = tuple(advised(refused.value)[0].split(","))
     with open_files(path, SourceOptions(fields=fields)) as source:
@@ -143,10 +147,10 @@ def test_fields_of_another_number_of_entries_are_refused_with_fields_that_work(
             assert source.samples == sum(key != b"num-samples" for key in databases[None])
 
 
-def test_fields_of_other_keys_are_refused_and_one_of_them_is_read(tmp_path: Path) -> None:
+def test_fields_with_different_keys_are_refused_and_a_single_one_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x.lmdb", {b"a": numbered(b"%d", 9), b"b": numbered(b"%d", 9, 2)})
 
-    with pytest.raises(BadObject, match="fields of one sample have one key") as refused:
+    with pytest.raises(BadObject, match="all fields of a sample need the same key") as refused:
         open_files(path)
     assert len(samples(path, fields=tuple(advised(refused.value)))) == 9
 
@@ -170,7 +174,7 @@ def test_arrays_and_images_of_one_field_are_decoded(tmp_path: Path) -> None:
     arrays = {b"%03d" % number: npy(np.full((2, 3), number)) for number in range(9)}
     path = write(tmp_path / "x.lmdb", {b"volumes": arrays, b"labels": numbered(b"%03d", 9, 0)})
 
-    with pytest.raises(UsageError, match="--value-format npy is for one value a sample") as refused:
+    with pytest.raises(UsageError, match="--value-format npy needs one value per sample") as refused:
         open_files(path, SourceOptions(value_format="npy"))
     (field,) = advised(refused.value)
     with open_files(path, SourceOptions(value_format="npy", fields=("volumes",))) as source:

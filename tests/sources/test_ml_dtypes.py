@@ -1,4 +1,4 @@
-"""bfloat16 and float8 of ml_dtypes, which NumPy saves as bytes without a meaning: named, with the way out."""
+"""bfloat16 and float8 of ml_dtypes, which NumPy saves as bytes without a meaning: named, with an alternative."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e8m0fnu": "uint
 
 
 def values(name: str) -> Any:
-    """Numbers as an array of that type."""
+    """Return numbers as an array of that type."""
     return NUMBERS.astype("f4").view("V4") if name == "raw" else NUMBERS.astype(getattr(ml_dtypes, name))
 
 
 def save(path: Path, array: Any) -> Path:
-    """Write a ``.npy``, or an ``.npz`` of one array; gives the source that it is part of."""
+    """Write a ``.npy``, or an ``.npz`` of one array. Return the source that contains it."""
     path.parent.mkdir(exist_ok=True)
     np.savez(path, a=array) if path.suffix == ".npz" else np.save(path, array)
     return path.parent if path.parent.name == "objects" else path
@@ -36,12 +36,12 @@ def save(path: Path, array: Any) -> Path:
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("place", ["x.npy", "objects/0.npy", "objects/0.npz"])
 def test_the_message_names_what_numpy_saved_and_its_advice_works(tmp_path: Path, name: str, place: str) -> None:
-    """Followed, the bits come as numbers, which a view turns back."""
+    """The advice stores the bits as numbers, and a view converts them back."""
     path, array = tmp_path / place, values(name)
     source = save(path, array)
     with pytest.raises(BadObject, match=r"dtype \|V\d has no meaning to NumPy") as error:
         samples(source)
-    assert {"bfloat16": "(bfloat16 of", "raw": "V4"}.get(name, "(float8 of") in str(error.value)
+    assert {"bfloat16": "for bfloat16", "raw": "V4"}.get(name, "for float8") in str(error.value)
     advised = re.search(r"array\.view\('(\w+)'\)", str(error.value))
     assert advised is not None
     assert advised[1] == TYPES[name]
@@ -52,10 +52,10 @@ def test_the_message_names_what_numpy_saved_and_its_advice_works(tmp_path: Path,
     assert same(np.concatenate(rows).reshape(4, 2), array.view(TYPES[name]))
 
 
-def test_float8_that_numpy_does_not_read_is_named_and_a_header_of_the_same_length_takes_it(tmp_path: Path) -> None:
+def test_float8_that_numpy_cannot_read_is_named_and_a_changed_header_makes_it_readable(tmp_path: Path) -> None:
     path, array = tmp_path / "x.npy", values("float8_e5m2")
     save(path, array)
-    with pytest.raises(BadObject, match="float8_e5m2 of ml_dtypes is saved so") as error:
+    with pytest.raises(BadObject, match="ml_dtypes writes it for float8_e5m2") as error:
         samples(path)
     stored, advised = re.findall(r"'([<|]\w\d)'", str(error.value))
     path.write_bytes(path.read_bytes().replace(f"'{stored}'".encode(), f"'{advised}'".encode(), 1))
@@ -63,7 +63,7 @@ def test_float8_that_numpy_does_not_read_is_named_and_a_header_of_the_same_lengt
 
 
 @pytest.mark.parametrize("name", ["x.h5", "x.npz", "x.zarr"])
-def test_in_a_file_of_several_arrays_the_one_is_left_out_by_name(tmp_path: Path, name: str) -> None:
+def test_one_such_array_in_a_file_of_several_is_left_out_and_named(tmp_path: Path, name: str) -> None:
     path, array = tmp_path / name, values("bfloat16")
     if name == "x.h5":
         with h5py.File(path, "w") as file:
@@ -83,7 +83,7 @@ def test_in_a_file_of_several_arrays_the_one_is_left_out_by_name(tmp_path: Path,
     assert left == "a"
     assert "bfloat16" in why
     assert "uint16" in why
-    with pytest.raises(CacheToolError, match=r"'a' cannot be taken: .*bfloat16"):
+    with pytest.raises(CacheToolError, match=r"'a' cannot be read: .*bfloat16"):
         samples(path, fields=("a",))
 
     if name == "x.h5":

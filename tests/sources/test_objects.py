@@ -1,4 +1,4 @@
-"""Objects as samples: which fields they get, what their schema is, and what is fetched for it."""
+"""Objects as samples: their fields, their schema, and the objects that are fetched to find it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Files = Mapping[str, Any]
 
 
 def write(folder: Path, files: Files) -> Path:
-    """Arrays as ``.npy``, dicts as JSON, the rest as it is."""
+    """Write arrays as ``.npy``, dicts as JSON, other values unchanged."""
     for key, value in files.items():
         path = folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write(folder: Path, files: Files) -> Path:
 
 @contextlib.contextmanager
 def opened(folder: Path, files: Files, **options: Any) -> Iterator[ObjectsSource]:
-    """A source of these files."""
+    """Open a source of these files."""
     place = write(folder / "place", files)
     given = SourceOptions(**options)
     list_source(str(place), folder / "listing", given)
@@ -85,7 +85,7 @@ ONE = {
 }
 
 
-def test_the_objects_of_one_key_are_the_fields_of_one_sample(tmp_path: Path) -> None:
+def test_objects_with_the_same_key_are_the_fields_of_one_sample(tmp_path: Path) -> None:
     found = samples(tmp_path, ONE)
 
     assert len(found) == 1
@@ -100,7 +100,7 @@ def test_fields_are_chosen_renamed_and_ordered(tmp_path: Path) -> None:
     assert found.names == ("kind", "image", "__key__")
 
 
-def test_the_key_can_be_left_out_and_the_folder_be_the_label(tmp_path: Path) -> None:
+def test_the_key_can_be_left_out_and_the_folder_can_be_the_label(tmp_path: Path) -> None:
     files = {"cats/a/1.txt": "x", "dogs/1.txt": "y"}
 
     assert samples(tmp_path, files, key=False, label_from_folder=True) == [
@@ -121,7 +121,7 @@ def test_several_extensions_can_become_one_field(tmp_path: Path) -> None:
     ]
 
 
-def test_only_what_can_hold_a_chosen_field_is_fetched(tmp_path: Path) -> None:
+def test_only_objects_that_can_hold_a_chosen_field_are_fetched(tmp_path: Path) -> None:
     place = write(
         tmp_path / "place",
         {
@@ -147,7 +147,7 @@ def test_only_what_can_hold_a_chosen_field_is_fetched(tmp_path: Path) -> None:
 
 
 def saved(**arrays: Any) -> bytes:
-    """An ``.npz`` file."""
+    """Return an ``.npz`` file."""
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
@@ -160,9 +160,9 @@ def saved(**arrays: Any) -> bytes:
         ({"1.a.npy": np.zeros(1), "1.a.txt": "x"}, {}, "has field 'a' twice"),
         ({"1.json": {"__key__": "x"}}, {}, "has field '__key__' twice"),
         ({"d/1.json": {"label": 1}}, {"label_from_folder": True}, "has field 'label' twice"),
-        ({"1.txt": "x"}, {"label_from_folder": True}, "lies in no folder"),
+        ({"1.txt": "x"}, {"label_from_folder": True}, "is in no folder"),
         ({"1.json": {"a": None, "b": 1}}, {}, "'a' is null"),
-        ({"1.npz": saved(a=["x", "y"], b=1)}, {}, "'1.npz': 'a': an array of texts (<U1), where"),
+        ({"1.npz": saved(a=["x", "y"], b=1)}, {}, "'1.npz': 'a' is an array of texts (<U1)"),
         ({"1.json": {"größe": 1}}, {}, "--rename"),
         ({"1.json": {"a:b": 1}}, {}, "cannot be used"),
         ({"1.json": {"a": 1, "a/b": 2}}, {}, "also the folder"),
@@ -173,7 +173,7 @@ def saved(**arrays: Any) -> bytes:
         ({"ctl\x1b\n.npy": b"junk"}, {}, r"'ctl\x1b\n.npy'"),
     ],
 )
-def test_a_sample_that_cannot_be_made_is_named(
+def test_a_sample_that_cannot_be_decoded_is_named(
     tmp_path: Path, files: Files, options: dict[str, Any], said: str
 ) -> None:
     error = failure(tmp_path, files, **options)
@@ -183,15 +183,15 @@ def test_a_sample_that_cannot_be_made_is_named(
     assert str(error).replace("\n", "").isprintable()
 
 
-def test_a_null_nobody_wants_does_no_harm(tmp_path: Path) -> None:
+def test_a_null_in_an_unused_field_is_ignored(tmp_path: Path) -> None:
     assert fields(schema(tmp_path, {"1.json": {"a": None, "b": 1}}, fields=("b",))) == {"b": "int64", "__key__": "str"}
 
 
-def test_a_field_that_no_sample_has_is_a_wrong_option(tmp_path: Path) -> None:
+def test_a_field_that_no_sample_has_is_a_usage_error(tmp_path: Path) -> None:
     error = failure(tmp_path, ONE, fields=("volume",))
 
     assert isinstance(error, UsageError)
-    assert "no field 'volume'; the samples have" in str(error)
+    assert "unknown field 'volume'; the samples have" in str(error)
     assert "caption" in str(error)
 
 
@@ -234,7 +234,7 @@ def test_numbers_under_one_json_key_share_a_field(tmp_path: Path, values: list[A
         (np.array(1), np.array(1.5)),
     ],
 )
-def test_arrays_that_do_not_are_an_error_naming_both(tmp_path: Path, one: Any, two: Any) -> None:
+def test_arrays_of_different_dtype_or_rank_are_an_error_naming_both(tmp_path: Path, one: Any, two: Any) -> None:
     error = failure(tmp_path, {"a.npy": one, "b.npy": two})
 
     assert isinstance(error, BadObject)
@@ -244,7 +244,7 @@ def test_arrays_that_do_not_are_an_error_naming_both(tmp_path: Path, one: Any, t
 
 
 @pytest.mark.parametrize("pair", [(1, "1"), (True, 1), (0.5, False), (1, [1])])
-def test_json_values_that_do_not_are_an_error_naming_both(tmp_path: Path, pair: tuple[Any, Any]) -> None:
+def test_json_values_of_different_types_are_an_error_naming_both(tmp_path: Path, pair: tuple[Any, Any]) -> None:
     error = failure(tmp_path, {"a.json": {"x": pair[0]}, "b.json": {"x": pair[1]}})
 
     assert "field 'x' is" in str(error)
@@ -255,14 +255,14 @@ def test_json_values_that_do_not_are_an_error_naming_both(tmp_path: Path, pair: 
 @pytest.mark.parametrize(
     ("usual", "late"),
     [
-        (0.5, 2**53 + 1),  # float64 has no such number
-        (1.5, True),  # 1.0, had the probe not seen that others are numbers
+        (0.5, 2**53 + 1),  # float64 cannot represent this number
+        (1.5, True),  # would become 1.0 if the probe had only seen numbers
         (7, True),
         (7, False),
     ],
 )
-def test_a_json_value_that_would_become_another_is_a_misfit(tmp_path: Path, usual: Any, late: Any) -> None:
-    """Of samples that the probe did not see, too."""
+def test_a_json_value_that_would_change_is_a_bad_object(tmp_path: Path, usual: Any, late: Any) -> None:
+    """The rule also holds for samples that were not probed."""
     files = {"a.json": {"x": usual}, "b.json": {"x": late}, "c.json": {"x": usual}}
     with opened(tmp_path, files) as source:
         found = source.probe(np.array([0, 2])).schema
@@ -275,8 +275,10 @@ def test_a_json_value_that_would_become_another_is_a_misfit(tmp_path: Path, usua
 
 
 @pytest.mark.parametrize("number", [0.1, 1e300])
-def test_a_json_number_in_a_narrower_field_of_arrays_is_a_misfit(tmp_path: Path, number: float) -> None:
-    """As it is where the probe sees it: else 0.1 would be rounded, and 1e300 infinite."""
+def test_a_json_number_that_a_narrower_array_field_cannot_represent_is_a_bad_object(
+    tmp_path: Path, number: float
+) -> None:
+    """The rule is that of probed samples: otherwise 0.1 would be rounded, and 1e300 would become infinite."""
     files = {"a.x.npy": np.ones((), np.float32), "b.json": {"x": number}, "c.x.npy": np.ones((), np.float32)}
     assert "is float32" in str(failure(tmp_path / "seen", files))
     with opened(tmp_path, files) as source:
@@ -296,7 +298,7 @@ def test_samples_with_other_fields_are_an_error_naming_both_with_a_hint(tmp_path
     ) == {"npy": "float64 (1,)"}
 
 
-def test_with_skip_the_schema_is_that_of_the_most(tmp_path: Path) -> None:
+def test_with_skip_the_schema_is_that_of_the_majority(tmp_path: Path) -> None:
     files = {f"{n}.npy": np.zeros((2, n)) for n in range(1, 6)}
     files |= {"0.npy": np.zeros(3), "7.npy": b"junk"}  # type: ignore[dict-item]
     with opened(tmp_path, files) as source:
@@ -310,7 +312,7 @@ def test_with_skip_the_schema_is_that_of_the_most(tmp_path: Path) -> None:
     assert all("\n" not in s.reason for piece in pieces for s in piece.skipped)
 
 
-def test_when_all_are_bad_the_first_says_why(tmp_path: Path) -> None:
+def test_if_all_samples_are_bad_the_error_is_that_of_the_first(tmp_path: Path) -> None:
     with opened(tmp_path, {"1.npy": b"junk", "2.npy": b"junk"}) as source, pytest.raises(BadObject, match=r"'1\.npy'"):
         source.probe(np.arange(2), skip_bad=True)
 
@@ -327,7 +329,7 @@ def test_a_later_number_that_does_not_fit_is_named(tmp_path: Path) -> None:
 # --- real data ------------------------------------------------------------------------------------------------------
 
 
-def test_of_large_objects_few_are_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_large_objects_are_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 5000)
     files: dict[str, Any] = {f"{n}.x.npy": np.full(100 if n else 3, n, dtype="<f8") for n in range(20)}
     with opened(tmp_path, files) as source:
@@ -335,14 +337,14 @@ def test_of_large_objects_few_are_probed(tmp_path: Path, monkeypatch: pytest.Mon
         real = source._store.get
         monkeypatch.setattr(source._store, "get", lambda item: got.append(item.key) or real(item))
         assert source.probe(units).schema["x"].shape == (100,)
-        assert len(got) == 8  # the least: 5 of 928 bytes would be enough
+        assert len(got) == 8  # the minimum: 5 of 928 bytes would be enough
         got.clear()
         monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
         source.probe(units)
         assert len(got) == 8
 
 
-def test_others_are_probed_when_the_first_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_samples_are_probed_if_the_first_ones_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
     files: dict[str, Any] = {f"{n}.x.npy": b"no array" if n < 3 else np.zeros(4, dtype="<f8") for n in range(6)}
     with opened(tmp_path, files) as source:
@@ -356,7 +358,7 @@ def use(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_the_digits_come_out_of_s3_as_scikit_learn_has_them(
+def test_the_digits_from_s3_equal_those_of_scikit_learn(
     s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from sklearn.datasets import load_digits
@@ -378,7 +380,7 @@ def test_the_digits_come_out_of_s3_as_scikit_learn_has_them(
 
 
 @pytest.mark.parametrize("decode", [None, "image"])
-def test_the_photographs_come_as_bytes_or_as_ragged_arrays(
+def test_the_photographs_are_bytes_or_ragged_arrays(
     s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, decode: str | None
 ) -> None:
     from PIL import Image
@@ -407,7 +409,7 @@ def test_the_photographs_come_as_bytes_or_as_ragged_arrays(
 
 
 def serving(script: Callable[[Scripted], None], tmp_path: Path) -> contextlib.AbstractContextManager[Any]:
-    """A server of 40 samples whose objects are answered by ``script``."""
+    """Serve 40 samples whose objects are answered by ``script``."""
     index = json.dumps([{"name": f"{n:02d}.txt", "type": "file", "size": 2} for n in range(40)]).encode()
 
     def answer(handler: Scripted) -> None:
@@ -422,7 +424,7 @@ def serving(script: Callable[[Scripted], None], tmp_path: Path) -> contextlib.Ab
 @pytest.mark.parametrize(
     ("status", "others", "kind"), [(503, 200, Unreachable), (403, 403, AccessDenied), (500, 500, Unreachable)]
 )
-def test_a_store_that_fails_is_an_error_and_never_a_skip(
+def test_a_failing_store_is_an_error_and_never_skipped(
     tmp_path: Path, status: int, others: int, kind: type[CacheToolError]
 ) -> None:
     failed = threading.Event()
@@ -445,7 +447,7 @@ def test_a_store_that_fails_is_an_error_and_never_a_skip(
 
 @pytest.mark.parametrize("status", [403, 500, 502])
 @pytest.mark.parametrize("skip_bad", [True, False])
-def test_an_object_that_is_refused_while_others_come_is_a_bad_one(
+def test_an_object_that_is_refused_while_others_are_served_is_bad(
     tmp_path: Path, status: int, *, skip_bad: bool
 ) -> None:
     def script(handler: Scripted) -> None:
@@ -456,7 +458,11 @@ def test_an_object_that_is_refused_while_others_come_is_a_bad_one(
         limits = Limits(retry=0.3, throttle=0.3)
         with contextlib.closing(open_source(server.url, tmp_path / "l", limits=limits)) as source:
             found = source.probe(np.arange(5)).schema
-            with contextlib.nullcontext() if skip_bad else pytest.raises(BadObject, match=r"25\.txt.*others? .*come"):
+            with (
+                contextlib.nullcontext()
+                if skip_bad
+                else pytest.raises(BadObject, match=r"25\.txt.*other objects can be read")
+            ):
                 pieces = list(source.read(np.arange(40), schema=found, skip_bad=skip_bad))
 
     if skip_bad:
@@ -466,7 +472,7 @@ def test_an_object_that_is_refused_while_others_come_is_a_bad_one(
         assert sum(len(piece.block) for piece in pieces) == 39
 
 
-def test_an_object_that_is_refused_before_any_came_is_a_bad_one_if_another_comes(tmp_path: Path) -> None:
+def test_an_object_that_is_refused_first_is_bad_if_another_is_served_later(tmp_path: Path) -> None:
     def script(handler: Scripted) -> None:
         handler.answer(403 if handler.path == "/00.txt" else 200, b"ok")
 
@@ -481,8 +487,8 @@ def test_an_object_that_is_refused_before_any_came_is_a_bad_one_if_another_comes
 
 
 @pytest.mark.parametrize("refused", [0, 2])
-def test_a_file_whose_size_is_refused_while_others_come_is_left_out(refused: int, tmp_path: Path) -> None:
-    """The page of links tells no sizes."""
+def test_a_file_whose_size_is_refused_while_others_are_served_is_skipped(refused: int, tmp_path: Path) -> None:
+    """The index page has no sizes."""
     place = tmp_path / "place"
     place.mkdir()
     for number in range(4):
@@ -510,7 +516,7 @@ def test_a_file_whose_size_is_refused_while_others_come_is_left_out(refused: int
     assert sum(len(piece.block) for piece in pieces) == 3
 
 
-def test_a_part_of_a_file_that_is_refused_while_others_come_is_left_out_with_its_rows(tmp_path: Path) -> None:
+def test_a_range_of_a_file_that_is_refused_while_others_are_served_is_skipped_with_its_rows(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     for number in range(4):
@@ -534,8 +540,8 @@ def test_a_part_of_a_file_that_is_refused_while_others_come_is_left_out_with_its
     assert sum(len(piece.block) for piece in pieces) == 9
 
 
-def test_requests_in_flight_are_as_many_as_asked_for(tmp_path: Path) -> None:
-    """A barrier that only opens when four requests are there at once, and is never waited for by a fifth."""
+def test_as_many_requests_are_in_flight_as_requested(tmp_path: Path) -> None:
+    """A barrier opens only when four requests arrive together; a fifth request never waits for it."""
     gate = threading.Barrier(4, timeout=20)
     now, most, lock = [0], [0], threading.Lock()
 
@@ -601,7 +607,7 @@ def test_options_cross_processes_as_json() -> None:
         {"rename": {"__key__": "a"}},
     ],
 )
-def test_wrong_options_are_refused_when_made(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_refused_at_creation(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SourceOptions(**wrong)
 
@@ -610,20 +616,22 @@ def test_wrong_options_are_refused_when_made(wrong: dict[str, Any]) -> None:
     ("given", "size"),
     [(224, (224, 224)), ("224", (224, 224)), ("224x320", (224, 320)), ([3, 5], (3, 5)), ((1, 10_000), (1, 10_000))],
 )
-def test_a_size_is_a_side_or_height_and_width(given: Any, size: tuple[int, int]) -> None:
+def test_an_image_size_is_a_side_or_height_and_width(given: Any, size: tuple[int, int]) -> None:
     assert SourceOptions(decode="image", resize=given).resize == size
 
 
-def test_json_that_is_no_options_is_refused() -> None:
+def test_json_that_is_not_options_is_refused() -> None:
     with pytest.raises(UsageError, match="not the options"):
         SourceOptions.from_json({"nope": 1})
 
 
-def test_naming_the_key_among_the_fields_is_fine() -> None:
+def test_the_key_may_be_named_among_the_fields() -> None:
     assert SourceOptions(fields=("a", "__key__")).fields == ("a",)
 
 
-def test_large_arrays_and_bytes_are_probed_by_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_and_bytes_are_probed_by_their_first_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cachetool.sources.objects._HEADS", 1000)
     files: dict[str, Any] = {}
     for n in range(20):
@@ -648,10 +656,10 @@ def test_large_arrays_and_bytes_are_probed_by_their_beginning(tmp_path: Path, mo
         assert not heads
 
 
-def test_one_large_sample_among_many_small_ones_does_not_stand_for_all(
+def test_one_large_sample_among_many_small_ones_does_not_distort_the_mean_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 5000)
     files: dict[str, Any] = {f"{n:02}.x.npy": np.zeros(9000 if n == 0 else 10, dtype="<f8") for n in range(40)}
     with opened(tmp_path, files) as source:
-        assert source.probe(np.arange(40)).mean_bytes < 4000  # 72 kB by the first ones alone
+        assert source.probe(np.arange(40)).mean_bytes < 4000  # 72 kB if only the first ones counted

@@ -1,4 +1,4 @@
-"""The limit on bytes a second, counted on a clock of its own: no test here waits for a real one."""
+"""The limit on bytes per second, measured on a simulated clock: no test waits for a real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE = 1000.0
 
 
 class Clock:
-    """Time that passes only in the sleep of its own worker."""
+    """A time that passes only while its own worker sleeps."""
 
     def __init__(self, now: float = 50.0) -> None:
         self.now = now
@@ -26,12 +26,12 @@ class Clock:
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 10)), min_size=1))
-def test_no_window_of_time_has_more_than_the_rate_and_one_request(steps: list[tuple[int, float]]) -> None:
+def test_no_period_of_time_exceeds_the_rate_by_more_than_one_request(steps: list[tuple[int, float]]) -> None:
     due, now, begun = 0.0, 0.0, []
     for nbytes, pause in steps:
         begin, due = grant(due, now, nbytes, RATE)
         begun.append((begin, nbytes))
-        now = begin + pause  # the worker goes on once it was let go
+        now = begin + pause  # the worker continues after its wait
     largest = max(nbytes for _, nbytes in begun)
     for at, (start, _) in enumerate(begun):
         for end, _ in begun[at:]:
@@ -40,14 +40,14 @@ def test_no_window_of_time_has_more_than_the_rate_and_one_request(steps: list[tu
 
 
 @given(st.lists(st.integers(1, 5000), min_size=2))
-def test_a_worker_that_never_rests_gets_the_whole_rate(sizes: list[int]) -> None:
+def test_a_busy_worker_gets_the_whole_rate(sizes: list[int]) -> None:
     due, now = 0.0, 0.0
     for nbytes in sizes:
         now, due = grant(due, now, nbytes, RATE)
     assert due == pytest.approx(sum(sizes) / RATE)
 
 
-def test_a_part_of_the_rate_is_kept_to_from_the_moment_it_is_written(tmp_path: Path) -> None:
+def test_a_share_of_the_rate_applies_as_soon_as_it_is_written(tmp_path: Path) -> None:
     clock = Clock()
     pace = RateLimit(tmp_path / "due", RATE, clock=lambda: clock.now, sleep=clock.sleep)
     for share in (1.0, 0.25, 0.5):
@@ -59,13 +59,15 @@ def test_a_part_of_the_rate_is_kept_to_from_the_moment_it_is_written(tmp_path: P
         began = clock.now
         for _ in range(10):
             pace(100)
-        pace(0)  # once they have passed
+        pace(0)  # after they have passed
         assert clock.now - began == pytest.approx(1000 / (RATE * share))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_workers_share_one_rate_in_each_second_however_unequal_they_are(tmp_path: Path, workers: int) -> None:
-    """As workers do: whoever is furthest back in time asks next. Ten seconds, each within 10 % of the rate."""
+def test_unequal_workers_share_one_rate_in_each_second(tmp_path: Path, workers: int) -> None:
+    """The worker whose clock is furthest behind asks next, as real workers would. Ten seconds, each within 10 % of the
+    rate.
+    """
     clocks = [Clock() for _ in range(workers)]
     paces = [RateLimit(tmp_path / "due", RATE, clock=lambda c=c: c.now, sleep=c.sleep) for c in clocks]  # type: ignore[misc]
     rng = np.random.default_rng(workers)

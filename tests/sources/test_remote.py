@@ -1,5 +1,6 @@
-"""Files of many samples on a store: every kind gives its samples once, in any order asked for, and fetches little more
-than their bytes."""
+"""Files of many samples on a store: every kind delivers its samples once, in any requested order, and fetches hardly
+more than their bytes.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def server(tmp_path: Path) -> Iterator[Http]:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_rows_come_in_the_order_drawn_and_each_once(tmp_path: Path, server: Http, write: object) -> None:
+def test_rows_are_delivered_once_in_the_order_of_the_draws(tmp_path: Path, server: Http, write: object) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
     with source_of(f"{server.url}/{name}", tmp_path / "listing") as source:
         order = source.order(seed=3, pass_number=0)
@@ -147,7 +148,7 @@ def test_rows_come_in_the_order_drawn_and_each_once(tmp_path: Path, server: Http
 
 
 def narrow(number: h5py.h5t.TypeID, bits: int, at: int = 0) -> h5py.h5t.TypeID:
-    """A whole number with fewer bits than its bytes have."""
+    """Return a whole number with fewer bits than its bytes have."""
     made = number.copy()
     made.set_precision(bits)
     made.set_offset(at)
@@ -167,10 +168,8 @@ def bfloat16() -> h5py.h5t.TypeID:
     [narrow(h5py.h5t.STD_I16LE, 12), narrow(h5py.h5t.STD_I16LE, 12, 2), narrow(h5py.h5t.STD_I32LE, 24), bfloat16()],
     ids=["12 bits", "12 bits from the second", "24 bits", "bfloat16"],
 )
-def test_numbers_that_numpy_does_not_have_are_what_h5py_makes_of_them(
-    tmp_path: Path, server: Http, kind: h5py.h5t.TypeID
-) -> None:
-    """Their bytes in the file are not those of the NumPy type."""
+def test_number_types_unknown_to_numpy_are_read_as_by_h5py(tmp_path: Path, server: Http, kind: h5py.h5t.TypeID) -> None:
+    """Their bytes in the file differ from those of the NumPy type."""
     path = tmp_path / "place" / "rows.h5"
     with h5py.File(path, "w") as file:
         values = h5py.h5d.create(file.id, b"values", kind, h5py.h5s.create_simple((ROWS, 8)))
@@ -188,7 +187,7 @@ def test_numbers_that_numpy_does_not_have_are_what_h5py_makes_of_them(
 
 
 @pytest.mark.parametrize("userblock", [0, 512])
-def test_what_was_never_written_in_hdf5_is_its_fill_value(tmp_path: Path, server: Http, userblock: int) -> None:
+def test_unwritten_hdf5_values_are_the_fill_value(tmp_path: Path, server: Http, userblock: int) -> None:
     with h5py.File(tmp_path / "place" / "rows.h5", "w", userblock_size=userblock) as file:
         file.create_dataset("empty", (ROWS, 3), "<f4", fillvalue=7)
         file["label"] = LABELS
@@ -199,8 +198,8 @@ def test_what_was_never_written_in_hdf5_is_its_fill_value(tmp_path: Path, server
     np.testing.assert_array_equal(np.sort(block.columns["label"]), LABELS)
 
 
-def test_rows_of_parquet_that_do_not_come_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pyarrow 26 leaves out rows of a list of bools in tiny pages of version 2.0."""
+def test_missing_parquet_rows_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow 26 omits rows of a list of bools in tiny pages of version 2.0."""
     parquet = pytest.importorskip("pyarrow.parquet")
     from cachetool.sources.parquet import open_parquet
 
@@ -214,7 +213,7 @@ def test_rows_of_parquet_that_do_not_come_are_missed(tmp_path: Path, monkeypatch
     body = memoryview(path.read_bytes())
     rows = open_parquet(SourceFile(path, len(body), MemoryRanges(body)), SourceOptions(fields=("label",), key=False))
     assert rows.read(0, 17).columns["label"].tolist() == LABELS[:17].tolist()
-    with pytest.raises(BadObject, match=r"'label' has 17 rows in row group 1, of which pyarrow reads 0;\n"):
+    with pytest.raises(BadObject, match=r"'label' has 17 rows in row group 1, but pyarrow reads 0;\n"):
         rows.read(0, ROWS)
 
 
@@ -236,16 +235,14 @@ def test_times_of_day_in_parquet_are_counted_from_midnight(tmp_path: Path, serve
     with source_of(f"{server.url}/rows.parquet", tmp_path / "listing") as source:
         block = everything(source, np.arange(50))
 
-    # Parquet has no seconds.
+    # Parquet has no unit of seconds.
     assert [block.columns[unit].dtype.str for unit in columns] == ["<m8[ms]", "<m8[ms]", "<m8[us]", "<m8[ns]"]
     for unit in columns:
         np.testing.assert_array_equal(block.columns[unit], seconds.astype("m8[s]"))
 
 
 @pytest.mark.parametrize("write", [write_chunked_hdf5, write_zarr, write_sharded_zarr, write_parquet])
-def test_what_is_stored_together_is_drawn_together_and_then_shuffled(
-    tmp_path: Path, server: Http, write: object
-) -> None:
+def test_rows_stored_together_are_drawn_together_and_then_shuffled(tmp_path: Path, server: Http, write: object) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
     with source_of(f"{server.url}/{name}", tmp_path / "listing", fields=("image",)) as source:
         order = source.order(seed=1, pass_number=0)
@@ -284,8 +281,8 @@ def test_a_set_of_files_is_one_source(tmp_path: Path, server: Http) -> None:
         (("dataset.json",), None),
     ],
 )
-def test_what_convert_writes_beside_its_files_does_not_count(keys: tuple[str, ...], kind: str | None) -> None:
-    """Object stores list hidden names, too. A ``dataset.json`` of each of many samples is one of their fields."""
+def test_side_files_of_an_exported_folder_do_not_count(keys: tuple[str, ...], kind: str | None) -> None:
+    """Object stores also list hidden names. A ``dataset.json`` in each of many samples is one of their fields."""
     census = Census("s3://bucket/out")
 
     assert list(census.count([[Object(key, 1) for key in keys]])) == [[Object(key, 1) for key in keys]]
@@ -294,7 +291,7 @@ def test_what_convert_writes_beside_its_files_does_not_count(keys: tuple[str, ..
     assert (found and found.name) == kind
 
 
-def test_npy_files_in_a_folder_are_a_sample_each_unless_asked_for_as_files(tmp_path: Path, server: Http) -> None:
+def test_npy_files_in_a_folder_are_one_sample_each_unless_read_as_files(tmp_path: Path, server: Http) -> None:
     for number in range(3):
         np.save(tmp_path / "place" / f"{number}.npy", IMAGES[:10])
     with source_of(server.url, tmp_path / "objects") as source:
@@ -304,7 +301,7 @@ def test_npy_files_in_a_folder_are_a_sample_each_unless_asked_for_as_files(tmp_p
     np.testing.assert_array_equal(block.columns["npy"], np.concatenate([IMAGES[:10]] * 3))
 
 
-def test_files_that_are_not_there_to_be_read_as_files_are_named(tmp_path: Path, server: Http) -> None:
+def test_read_as_files_without_such_files_is_an_error(tmp_path: Path, server: Http) -> None:
     (tmp_path / "place" / "a.json").write_text("{}")
     with pytest.raises(UsageError, match="--read-as files"):
         list_source(server.url, tmp_path / "listing", SourceOptions(read_as="files"))
@@ -314,18 +311,18 @@ def test_files_that_are_not_there_to_be_read_as_files_are_named(tmp_path: Path, 
 def test_files_without_a_row_are_no_samples(
     tmp_path: Path, server: Http, write: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `convert` has it; a pull of them was at its end at once, as if all had been drawn."""
+    """``convert`` behaves likewise. Before, a pull of such files ended at once as if everything had been drawn."""
     for name in ("ROWS", "IMAGES", "LABELS"):
         value = globals()[name]
         monkeypatch.setitem(globals(), name, 0 if name == "ROWS" else value[:0])
     name = write(tmp_path / "place")
 
-    with pytest.raises(NotFound, match="no rows in it"):
+    with pytest.raises(NotFound, match="has no rows"):
         list_source(f"{server.url}/{name}", tmp_path / "listing")
 
 
 def test_rows_of_npy_cost_little_more_than_their_bytes(tmp_path: Path, server: Http) -> None:
-    """The short form: 32 MiB of rows of 128 KiB, 40 of them drawn."""
+    """The short form: 40 of 32 MiB in rows of 128 KiB are drawn."""
     rows = np.random.default_rng(0).integers(0, 255, (256, 131_072), dtype=np.uint8)
     np.save(tmp_path / "place" / "big.npy", rows)
     with h5py.File(tmp_path / "place" / "big.h5", "w") as file:
@@ -341,7 +338,7 @@ def test_rows_of_npy_cost_little_more_than_their_bytes(tmp_path: Path, server: H
 
 
 def test_a_chunk_is_fetched_once_for_all_its_samples(tmp_path: Path, server: Http) -> None:
-    """Chunks touched: 16 of 1 MiB that do not compress."""
+    """The draws touch 16 chunks of 1 MiB, which do not compress."""
     rows = np.random.default_rng(0).integers(0, 255, (256, 131_072), dtype=np.uint8)
     array = zarr.create_array(tmp_path / "place" / "big.zarr", shape=rows.shape, chunks=(8, 131_072), dtype="u1")
     array[:] = rows
@@ -359,8 +356,8 @@ def test_a_chunk_is_fetched_once_for_all_its_samples(tmp_path: Path, server: Htt
 
 
 @pytest.mark.parametrize("kind", ["hdf5", "parquet"])
-def test_parts_fetched_beforehand_are_the_ones_that_are_read(tmp_path: Path, server: Http, kind: str) -> None:
-    """16 of 32 units of 256 KiB: were they fetched again by the library that reads them, it would be twice as much."""
+def test_prefetched_ranges_are_used_by_the_reader(tmp_path: Path, server: Http, kind: str) -> None:
+    """16 of 32 units of 256 KiB. If the reading library fetched them again, the bytes would double."""
     rows = np.random.default_rng(0).integers(0, 2**31, (256, 8192), dtype=np.int32)
     if kind == "hdf5":
         with h5py.File(tmp_path / "place" / "x.h5", "w", userblock_size=512) as file:
@@ -389,7 +386,7 @@ def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, s
         schema = source.probe(np.arange(2)).schema
     for path in [tmp_path / "place" / name, *(tmp_path / "place" / name).rglob("*")]:
         if path.is_file():
-            os.utime(path, (1, 1))  # the same bytes: a server tells the change by its ETag
+            os.utime(path, (1, 1))  # the same bytes: the server reveals the change by its ETag
     with contextlib.closing(open_source(f"{server.url}/{name}", tmp_path / "listing")) as source:
         with pytest.raises(BadObject, match="changed since it was listed"):
             list(source.read(np.arange(100, 120), schema=schema))
@@ -404,7 +401,7 @@ def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, s
 def test_a_file_that_changed_after_an_index_without_etags_was_listed_is_never_read(
     tmp_path: Path, write: object, told: str, *, sized: bool
 ) -> None:
-    """What the answers told while the file was looked at is kept with what was found in it."""
+    """The identity in the answers during the probe is stored with the probe's result."""
     place = tmp_path / "place"
     place.mkdir()
     path = place / write(place)  # type: ignore[operator]
@@ -430,7 +427,7 @@ def test_a_file_that_changed_after_an_index_without_etags_was_listed_is_never_re
             list(source.read(np.arange(100, 120), schema=schema))
 
 
-def test_an_index_of_records_is_of_the_file_that_lay_beside_it(tmp_path: Path) -> None:
+def test_an_index_of_records_belongs_to_the_file_beside_it_at_listing(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     path = place / "samples.tar"
@@ -481,7 +478,7 @@ def tar_of(samples: range) -> bytes:
     return out.getvalue()
 
 
-def test_tar_files_are_drawn_whole(tmp_path: Path, server: Http) -> None:
+def test_tar_files_are_drawn_as_a_whole(tmp_path: Path, server: Http) -> None:
     for part in range(4):
         (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10 + part)))
     with source_of(server.url, tmp_path / "listing") as source:
@@ -496,7 +493,7 @@ def test_tar_files_are_drawn_whole(tmp_path: Path, server: Http) -> None:
 
 
 @pytest.mark.parametrize("write", [write_zarr, write_npy])
-def test_a_pull_of_rows_takes_as_many_as_asked_and_then_the_rest_once(
+def test_a_pull_draws_the_requested_rows_and_a_later_pull_the_others_once(
     tmp_path: Path, server: Http, write: object
 ) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
@@ -518,8 +515,8 @@ def shard_keys(path: Path, schema: Schema) -> list[str]:
         return keys(reader.read(0, reader.samples))
 
 
-def test_files_that_all_changed_or_went_are_not_no_samples(tmp_path: Path, server: Http) -> None:
-    """Those who look for the schema pass over files that are bad, until none is left."""
+def test_a_source_whose_files_all_changed_or_vanished_is_an_error_and_not_empty(tmp_path: Path, server: Http) -> None:
+    """The probe for the schema skips bad files until none is left."""
     for part in range(2):
         (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10)))
     with source_of(server.url, tmp_path / "listing") as source:
@@ -533,11 +530,11 @@ def test_files_that_all_changed_or_went_are_not_no_samples(tmp_path: Path, serve
     for part in range(2):
         (tmp_path / "place" / f"part{part}.tar").unlink()
     source = open_source(server.url, tmp_path / "listing")
-    with contextlib.closing(source), pytest.raises(NotFound, match=r"'part0.tar' is not there any more"):
+    with contextlib.closing(source), pytest.raises(NotFound, match=r"'part0.tar' does not exist any more"):
         source.probe(np.arange(2), skip_bad=True)
 
 
-def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, server: Http) -> None:
+def test_a_pull_of_tar_files_commits_each_file_once_and_completely(tmp_path: Path, server: Http) -> None:
     for part in range(6):
         (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10 + part % 2)))
     with cachetool.open_cache(tmp_path / "cache", max_size="200MB") as cache:
@@ -557,7 +554,7 @@ def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, se
 def test_500_rows_of_2_gib_cost_little_more_than_their_bytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 128 KiB, drawn by a whole pull with two workers; a Zarr in chunks of 1 MiB beside them."""
+    """Rows of 128 KiB, drawn by a whole pull with two workers, and a Zarr in chunks of 1 MiB."""
     count, row = 2**14, 131_072
     place = tmp_path / "root" / "bucket"
     place.mkdir(parents=True)
@@ -604,8 +601,8 @@ def read_shard(path: Path, schema: Schema) -> Block:
         return reader.read(0, reader.samples)
 
 
-def test_tfrecord_and_lmdb_files_are_read_whole(tmp_path: Path, server: Http) -> None:
-    """As convert writes them: every record and entry once, called by its number or its key."""
+def test_tfrecord_and_lmdb_files_are_read_completely(tmp_path: Path, server: Http) -> None:
+    """Files as convert writes them: every record and entry once, named by its number or its key."""
     np.save(tmp_path / "x.npy", LABELS[:20])
     for to in ("tfrecord", "lmdb"):
         cachetool.convert(tmp_path / "x.npy", to=to, out=tmp_path / to)
@@ -624,8 +621,8 @@ def everything_whole(source: Source) -> Block:
     return Block.concat([piece.block for piece in source.read(np.arange(source.units), schema=schema)])
 
 
-def test_records_with_an_index_beside_them_are_fetched_one_by_one(tmp_path: Path, server: Http) -> None:
-    """TFRecord with the lines of offset and size of tfrecord2idx; records of 64 KiB and lists of differing length."""
+def test_records_with_an_index_file_are_fetched_one_by_one(tmp_path: Path, server: Http) -> None:
+    """TFRecord with the offsets and sizes of tfrecord2idx; records of 64 KiB and lists of different length."""
     tfrecord = pytest.importorskip("tfrecord")
     place, index, at = tmp_path / "place" / "x.tfrecord", [], 0
     writer = tfrecord.TFRecordWriter(str(place))
@@ -655,7 +652,7 @@ def test_records_with_an_index_beside_them_are_fetched_one_by_one(tmp_path: Path
         assert server.sent < 6 * 71_000
 
 
-def test_a_tar_with_an_index_is_read_by_samples(tmp_path: Path, server: Http) -> None:
+def test_a_tar_with_an_index_file_is_read_sample_by_sample(tmp_path: Path, server: Http) -> None:
     """The index of DALI's wds2idx."""
     body = tar_of(range(150))
     (tmp_path / "place" / "x.tar").write_bytes(body)
@@ -683,7 +680,7 @@ def test_an_index_that_does_not_fit_is_named(tmp_path: Path, server: Http) -> No
             list_source(server.url, tmp_path / f"listing-{len(text)}")
 
 
-def test_files_whose_units_differ_in_size_are_numbered_one_after_another(tmp_path: Path, server: Http) -> None:
+def test_files_with_units_of_different_size_are_numbered_consecutively(tmp_path: Path, server: Http) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""``--decode image`` for files of rows and records on a store: as when the images were objects of their own."""
+"""``--decode image`` for files of rows and records on a store works as if each image were an object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 40
 
 
 def picture(number: int, height: int) -> bytes:
-    """A PNG whose pixels follow from its number."""
+    """Return a PNG whose pixels follow from its number."""
     pixels = np.random.default_rng(number).integers(0, 255, (height, 6, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -57,7 +57,7 @@ def write_hdf5(folder: Path, images: list[bytes]) -> str:
 
 
 def write_zarr(folder: Path, images: list[bytes]) -> str:
-    """Version 2, whose filter for values of any length is known everywhere."""
+    """Write version 2, whose filter for variable-length values every reader knows."""
     group = zarr.open_group(folder / "x.zarr", mode="w", zarr_format=2)
     for name in ("image", "other"):
         array = group.create_array(name, shape=(len(images),), chunks=(7,), dtype=zarr.dtype.VariableLengthBytes())
@@ -111,7 +111,7 @@ def server(tmp_path: Path) -> Iterator[Http]:
 def test_bytes_that_hold_images_become_arrays(
     tmp_path: Path, server: Http, write: object, images: list[bytes], shape: tuple[int | None, ...]
 ) -> None:
-    """Of one size in the first draws a fixed field, else a ragged one; what is no image stays what it was."""
+    """Images of one size in the first draws become a fixed field, otherwise a ragged one. Other bytes do not change."""
     name = write(tmp_path / "place", images)  # type: ignore[operator]
     with source_of(server.url, tmp_path / "listing", decode="image") as source:
         if write in WHOLE:
@@ -134,7 +134,7 @@ def test_bytes_that_hold_images_become_arrays(
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_lmdb])
-def test_images_can_be_made_one_size_and_pulled(tmp_path: Path, server: Http, write: object) -> None:
+def test_images_can_be_resized_to_one_size_and_pulled(tmp_path: Path, server: Http, write: object) -> None:
     name = write(tmp_path / "place", SEVERAL)  # type: ignore[operator]
     field = "value" if name == "x.lmdb" else "image"
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -147,10 +147,10 @@ def test_images_can_be_made_one_size_and_pulled(tmp_path: Path, server: Http, wr
 
 @pytest.mark.parametrize("bad", [b"junk", SEVERAL[1][:-40], picture(0, 9)], ids=["no image", "cut", "another size"])
 @pytest.mark.parametrize("write", [write_parquet, write_hdf5])
-def test_a_value_that_is_no_image_of_the_dataset_is_named_or_skipped_alone(
+def test_a_value_that_is_no_image_is_named_or_skipped_alone(
     tmp_path: Path, server: Http, write: object, bad: bytes
 ) -> None:
-    """Found behind the first draws, of which the schema is made."""
+    """The bad value comes after the first draws, which decided the schema."""
     name = write(tmp_path / "place", [*ONE_SIZE[:-1], bad])  # type: ignore[operator]
     with source_of(server.url, tmp_path / "listing", decode="image") as source:
         schema = source.probe(np.arange(10)).schema
@@ -168,8 +168,8 @@ def test_a_value_that_is_no_image_of_the_dataset_is_named_or_skipped_alone(
     np.testing.assert_array_equal(block.columns["image"][0], decode_image(memoryview(ONE_SIZE[COUNT - 2])))
 
 
-def test_an_archive_with_a_bad_image_is_left_out_whole(tmp_path: Path, server: Http) -> None:
-    """As its other samples are drawn with it, none of them is there by itself."""
+def test_an_archive_with_a_bad_image_is_skipped_as_a_whole(tmp_path: Path, server: Http) -> None:
+    """The archive's samples are drawn together, so none of them is stored alone."""
     for number, images in enumerate((ONE_SIZE, [*ONE_SIZE[:5], b"junk"])):
         made = write_lmdb(tmp_path / "place", images)
         (tmp_path / "place" / made).rename(tmp_path / "place" / f"{number}.lmdb")
@@ -181,16 +181,18 @@ def test_an_archive_with_a_bad_image_is_left_out_whole(tmp_path: Path, server: H
     assert np.concatenate([piece.draws for piece in pieces]).tolist() == [1] * COUNT
 
 
-def test_files_without_images_have_none_to_decode(tmp_path: Path, server: Http) -> None:
+def test_decode_image_of_files_without_images_is_an_error(tmp_path: Path, server: Http) -> None:
     write_parquet(tmp_path / "place", [b"", b"abc", b"de"])
     with (
         source_of(server.url, tmp_path / "listing", decode="image") as source,
-        pytest.raises(UsageError, match=r"--decode image finds no image in http.*; there is image \(bytes\), label"),
+        pytest.raises(
+            UsageError, match=r"--decode image finds no image in http.*; the fields are image \(bytes\), label"
+        ),
     ):
         everything(source, np.arange(3))
 
 
-def test_rows_of_numbers_hold_no_images(tmp_path: Path, server: Http) -> None:
+def test_decode_image_of_rows_of_numbers_is_an_error(tmp_path: Path, server: Http) -> None:
     np.save(tmp_path / "place" / "x.npy", np.zeros((3, 5), dtype=np.uint8))
     with pytest.raises(UsageError, match=r"the rows of \.npy files are numbers"):
         list_source(f"{server.url}/x.npy", tmp_path / "listing", SourceOptions(decode="image"))

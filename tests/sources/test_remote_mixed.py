@@ -1,4 +1,6 @@
-"""Files of one folder that do not hold quite the same: pulled, each gives its own values or an error that names it."""
+"""Files of one folder with slightly different contents: a pull reads the values of each file, or raises an error that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ROWS = 40
 
 
 def numbered(*arrays: tuple[str, Any, tuple[int, ...]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays by name, of these dtypes and shapes of a row, whose values are all different."""
+    """Return named arrays with these dtypes and row shapes, whose values are all different."""
     return {
         name: (np.arange(ROWS * int(np.prod(row)), dtype="<i8").reshape(ROWS, *row) * 2 + at).astype(dtype)
         for at, (name, dtype, row) in enumerate(sorted(arrays))
@@ -42,7 +44,7 @@ def write_hdf5(path: Path, arrays: dict[str, np.ndarray[Any, Any]], *order: str)
 
 
 def pulled(url: Path, cache: Path, **options: Any) -> dict[str, dict[str, Any]]:
-    """All samples, by key, as they lie in the shards."""
+    """Return all samples by key, as they are in the shards."""
     found: dict[str, dict[str, Any]] = {}
     with cachetool.open_cache(cache, max_size="200MB") as opened:
         opened.pull(str(url), all=True, workers=1, **options)
@@ -61,7 +63,7 @@ def pulled(url: Path, cache: Path, **options: Any) -> dict[str, dict[str, Any]]:
         pytest.param(numbered(("x", ">i4", (2000,)), ("y", "<i2", (5,))), id="large and small"),
     ],
 )
-def test_fields_that_stand_in_another_order_in_each_file_keep_their_values(
+def test_fields_in_a_different_order_in_each_file_keep_their_values(
     arrays: dict[str, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()
@@ -76,7 +78,7 @@ def test_fields_that_stand_in_another_order_in_each_file_keep_their_values(
             np.testing.assert_array_equal(sample[name], array[int(key.rpartition("#")[2])])
 
 
-def test_a_file_that_has_a_field_in_another_dtype_is_named(tmp_path: Path) -> None:
+def test_a_file_with_another_dtype_of_a_field_is_named(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     write_hdf5(tmp_path / "files" / "f0.h5", numbered(("x", "<f4", ()), ("y", "<i4", ())), "x", "y")
     write_hdf5(tmp_path / "files" / "f1.h5", numbered(("x", "<i4", ()), ("y", "<i4", ())), "y", "x")
@@ -99,21 +101,23 @@ def write_keys(path: Path, keys: np.ndarray[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.h5", "rows.zarr", "rows.parquet"])
-def test_a_column_that_only_has_the_name_of_keys_does_not_take_their_place(name: str, tmp_path: Path) -> None:
+def test_a_column_named_like_the_key_does_not_replace_the_keys(name: str, tmp_path: Path) -> None:
     write_keys(tmp_path / name, np.arange(ROWS, dtype="|u1"))
     found = pulled(tmp_path / name, tmp_path / "cache")
 
     assert {key: int(sample["number"]) for key, sample in found.items()} == {f"{name}#{at}": at for at in range(ROWS)}
 
 
-def test_such_a_column_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_a_column_named_like_the_key_is_reported_with_the_reason(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", __key__=np.arange(ROWS, dtype="|u1"), number=np.arange(ROWS))
     with open_files(tmp_path / "rows.npz") as source:
         assert source.schema.names == ("number",)
-        assert source.skipped == (("__key__", "keys of samples have this name, and they are text; it is uint8"),)
+        assert source.skipped == (
+            ("__key__", "the name is reserved for keys of samples, which are text, but the values are uint8"),
+        )
 
 
-def test_rows_that_bring_keys_of_text_keep_them(tmp_path: Path) -> None:
+def test_rows_with_text_keys_keep_them(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["__key__"], file["number"] = [f"mine {number}" for number in range(ROWS)], np.arange(ROWS)
     assert sorted(pulled(tmp_path / "rows.h5", tmp_path / "cache")) == sorted(f"mine {at}" for at in range(ROWS))
@@ -128,7 +132,7 @@ def test_zarr_arrays_whose_rows_and_chunks_are_empty_are_samples(tmp_path: Path)
 
 
 def test_parquet_columns_are_read_by_their_own_names(tmp_path: Path) -> None:
-    """Also where another name, or two names together, would be a path into a list or a struct."""
+    """The rule also holds if another name, or two joined names, would be a path into a list or a struct."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -150,7 +154,7 @@ def test_parquet_columns_are_read_by_their_own_names(tmp_path: Path) -> None:
         at = int(key.rpartition("#")[2])
         assert sorted(sample) == ["__key__", "l", "l.list.element", "s.x"]
         assert (sample["s.x"], sample["l.list.element"], sample["l"].tolist()) == (at, at / 2, [at] * (at % 3))
-    with pytest.raises(UsageError, match="'twice' cannot be taken: another column has this name too"):
+    with pytest.raises(UsageError, match="'twice' cannot be read: another column has the same name"):
         pulled(tmp_path / "rows.parquet", tmp_path / "other", fields=["twice"])
 
 
@@ -162,7 +166,7 @@ def test_npy_files_of_different_dtypes_are_named(tmp_path: Path) -> None:
         pulled(tmp_path / "files", tmp_path / "cache", read_as="files")
 
 
-def test_a_list_that_some_files_of_records_lack_is_empty_there(tmp_path: Path) -> None:
+def test_a_list_missing_in_some_record_files_is_empty_there(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     numbers = np.arange(ROWS)
     for name, arrays in {"a": {"list": numbers, "number": numbers}, "b": {"number": numbers}}.items():
@@ -189,7 +193,7 @@ def write_tar(path: Path, samples: dict[str, dict[str, Any]]) -> None:
                 archive.addfile(info, io.BytesIO(file.getvalue()))
 
 
-def test_archives_that_differ_in_their_fields_are_named(tmp_path: Path) -> None:
+def test_archives_with_different_fields_are_named(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     write_tar(tmp_path / "files" / "a.tar", {f"a{n}": {"x": np.int64(n), "wave": np.arange(n)} for n in range(3)})
     write_tar(tmp_path / "files" / "b.tar", {f"b{n}": {"x": np.int64(n)} for n in range(3)})
@@ -197,17 +201,17 @@ def test_archives_that_differ_in_their_fields_are_named(tmp_path: Path) -> None:
         pulled(tmp_path / "files", tmp_path / "cache")
 
 
-def test_an_array_that_an_archive_lacks_is_not_made_up() -> None:
-    """Also where it is none of the archives by which the fields were told."""
+def test_an_array_missing_in_an_archive_is_an_error() -> None:
+    """The rule also holds if that archive is not among those that decided the fields."""
     schema = Schema((Field("x", "<i8"), Field("wave", "<i8", (None,))))
     block = Block.from_samples(schema.select(["x"]), [{"x": 1}])
-    with pytest.raises(BadObject, match=r"'b\.tar' has the fields x, the dataset x, wave"):
+    with pytest.raises(BadObject, match=r"'b\.tar' has the fields x, but the dataset has x, wave"):
         fitted(block, schema, "b.tar")
 
 
 @pytest.mark.parametrize("kind", ["tar", "tfrecord", "tfrecord.gz"])
 def test_an_empty_archive_among_others_has_no_samples(kind: str, tmp_path: Path) -> None:
-    """By both verbs, as with HDF5 and Parquet files; where there is no other file it is an error."""
+    """Both pull and convert behave so, as with HDF5 and Parquet files. Without another file it is an error."""
     files = tmp_path / "files"
     files.mkdir()
     for name, count in (("a", 2), ("b", 0), ("c", 3)):
@@ -229,7 +233,7 @@ def test_an_empty_archive_among_others_has_no_samples(kind: str, tmp_path: Path)
         pulled(files / f"b.{kind}", tmp_path / "cache", dataset="empty")
 
 
-def test_files_of_samples_among_other_objects_are_told_of_the_option_that_reads_them(tmp_path: Path) -> None:
+def test_files_of_samples_among_other_objects_are_named_with_the_option_that_reads_them(tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
     write_hdf5(files / "a.h5", numbered(("x", "<f4", ())), "x")
@@ -238,7 +242,7 @@ def test_files_of_samples_among_other_objects_are_told_of_the_option_that_reads_
         lambda **how: cachetool.convert(files, to="hdf5", out=tmp_path / "out", **how).samples,
         lambda **how: len(pulled(files, tmp_path / "cache", **how)),
     ):
-        with pytest.raises(BadObject, match="samples in the h5 files use --read-as files"):
+        with pytest.raises(BadObject, match="samples in the h5 files with --read-as files"):
             verb()
         assert verb(read_as="files") == ROWS
     write_tar(files / "b.tar", {str(number): {"x": np.int64(number)} for number in range(100)})

@@ -1,4 +1,6 @@
-"""Pulling what ``cachetool convert --out`` wrote, wherever it lies: fields, values and keys come back as they were."""
+"""Pulling folders that ``cachetool convert --out`` wrote, from any store: fields, values and keys are the original
+ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ COUNT = 30
 
 @pytest.fixture
 def objects(tmp_path: Path) -> Path:
-    """Samples with a field of every kind."""
+    """Create samples with a field of every kind."""
     folder = tmp_path / "objects"
     folder.mkdir()
     for number in range(COUNT):
@@ -53,7 +55,7 @@ def pulled(url: str | Path, folder: Path, options: SourceOptions | None = None) 
 
 
 def samples(source: Source, *, skip_bad: bool = False) -> dict[str, dict[str, Any]]:
-    """By key; drawn backwards."""
+    """Return the samples by key, drawn in reverse order."""
     units = np.arange(source.units)[::-1]
     schema = source.probe(units, skip_bad=skip_bad).schema
     blocks = [piece.block for piece in source.read(units, schema=schema, skip_bad=skip_bad)]
@@ -76,7 +78,7 @@ def check(found: dict[str, dict[str, Any]], *, of: range = range(COUNT)) -> None
 
 @pytest.mark.parametrize("to", ["lmdb", "tfrecord", "hdf5", "zarr"])
 @pytest.mark.parametrize("place", ["folder", "http", "s3"])
-def test_all_fields_come_back_as_they_were(
+def test_all_fields_are_read_back_unchanged(
     to: str, place: str, objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "s3" and to in ("hdf5", "zarr"):
@@ -95,7 +97,7 @@ def test_all_fields_come_back_as_they_were(
             check(samples(source))
 
 
-def test_records_that_are_packed_come_back_too(objects: Path, tmp_path: Path) -> None:
+def test_compressed_records_are_read_back_too(objects: Path, tmp_path: Path) -> None:
     with pulled(written(objects, "tfrecord", compression="gzip"), tmp_path / "listing") as source:
         check(samples(source))
 
@@ -112,7 +114,7 @@ def test_fields_can_be_chosen_and_renamed_and_the_key_left_out(to: str, objects:
 
 
 @pytest.mark.parametrize("to", ["lmdb", "tfrecord"])
-def test_a_damaged_file_is_named_and_can_be_left_out(to: str, objects: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_can_be_skipped(to: str, objects: Path, tmp_path: Path) -> None:
     out = written(objects, to, shard_size=2**16)
     parts = sorted(out.glob("part-*"))
     parts[0].write_bytes(parts[0].read_bytes()[: -3000 if to == "lmdb" else -7])
@@ -126,31 +128,29 @@ def test_a_damaged_file_is_named_and_can_be_left_out(to: str, objects: Path, tmp
 
 
 @pytest.mark.parametrize("survey", ["probe", "all"])
-def test_a_file_whose_fields_are_not_those_that_were_written_is_refused(
-    survey: Survey, objects: Path, tmp_path: Path
-) -> None:
-    """No checksum is over the names of fields."""
+def test_a_file_with_other_fields_than_written_is_refused(survey: Survey, objects: Path, tmp_path: Path) -> None:
+    """No checksum covers the names of fields."""
     out = written(objects, "hdf5")
     (part,) = out.glob("part-*")
     with h5py.File(part, "r+") as file:
         file.move("label", "labem")
         file.attrs["cachetool"] = file.attrs["cachetool"].replace("label", "labem")
-    with pytest.raises(CorruptError, match=f"{part.name}: its fields are not those that dataset.json says"):
+    with pytest.raises(CorruptError, match=f"{part.name}: its fields differ from those in dataset.json"):
         list_source(str(out), tmp_path / "listing", survey=survey)
 
 
 @pytest.mark.parametrize("about", [b"", b"[]", b"{}", b'{"format": "tfrecord", "parts": [1]}'])
 @pytest.mark.parametrize("to", ["tfrecord", "lmdb", "hdf5", "zarr"])
-def test_a_folder_of_ours_whose_description_was_emptied_is_refused(
+def test_an_exported_folder_with_an_emptied_description_is_refused(
     to: str, about: bytes, objects: Path, tmp_path: Path
 ) -> None:
     out = written(objects, to)
     (out / "dataset.json").write_bytes(about)
-    with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool convert writes of these files"):
+    with pytest.raises(CorruptError, match=r"dataset\.json does not fit the files"):
         list_source(str(out), tmp_path / "listing")
 
 
-def test_records_beside_which_nothing_tells_what_they_hold_are_those_of_others(objects: Path, tmp_path: Path) -> None:
+def test_records_without_a_description_are_read_as_foreign_records(objects: Path, tmp_path: Path) -> None:
     out = written(objects, "tfrecord")
     (out / "dataset.json").unlink()
     with pulled(out, tmp_path / "listing") as source:
@@ -171,9 +171,10 @@ def test_a_schema_that_the_records_do_not_have_is_a_bad_object(objects: Path, tm
 
 @pytest.mark.parametrize("alone", [True, False], ids=["one file", "a folder"])
 @pytest.mark.parametrize("to", ["hdf5", "zarr"])
-def test_arrays_that_hold_fields_of_any_length_are_read_sample_by_sample(to: str, alone: bool, tmp_path: Path) -> None:
-    """Also where one has by chance as many values as there are samples, and most arrays one row more; and by what the
-    file says itself, without the folder that it was written into."""
+def test_arrays_of_variable_length_fields_are_read_sample_by_sample(to: str, alone: bool, tmp_path: Path) -> None:
+    """One array may have by chance as many values as there are samples, while most arrays have one row more. The file's
+    own description decides, without that of its folder.
+    """
     (tmp_path / "objects").mkdir()
     for number in range(COUNT):
         np.save(tmp_path / "objects" / f"s{number:02d}.lab.npy", np.full(2 * (number % 2), number, dtype="<i2"))
@@ -195,8 +196,8 @@ def test_arrays_that_hold_fields_of_any_length_are_read_sample_by_sample(to: str
 
 @pytest.mark.parametrize("to", ["hdf5", "zarr"])
 @pytest.mark.parametrize("change", ["lead out", "fall", "shapes", "missing"])
-def test_offsets_that_lie_are_a_bad_object(to: str, change: str, objects: Path, tmp_path: Path) -> None:
-    """Whoever made a file could have written anything into it."""
+def test_false_offsets_are_a_bad_object(to: str, change: str, objects: Path, tmp_path: Path) -> None:
+    """The author of a file could have written anything into it."""
     out = written(objects, to)
     (part,) = out.glob("part-*")
     opened: Any = h5py.File(part, "r+") if to == "hdf5" else zarr.open_group(part, mode="r+")

@@ -1,4 +1,6 @@
-"""Lists of a store by several threads, and lists that were killed: the same listing, and no page is asked for twice."""
+"""Listing a store by several threads, and listings that were killed: the listing is the same, and no page is requested
+twice.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ KEYS += ["train.bin", "train/n007.bin", "train/n007-x.bin", "train/n007/", "zz.b
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files."""
+    """Use ``scratch`` as the folder for temporary files."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -51,7 +53,7 @@ def lists(server: Http) -> list[str]:
 
 @pytest.mark.parametrize("workers", [2, 7])
 @pytest.mark.parametrize("skip_bad", [False, True])
-def test_many_threads_make_the_listing_that_one_makes(
+def test_many_threads_create_the_same_listing_as_one(
     server: Http, tmp_path: Path, workers: int, skip_bad: bool
 ) -> None:
     one = list_source("s3://b", tmp_path / "one", skip_bad=skip_bad)
@@ -66,7 +68,7 @@ def test_many_threads_make_the_listing_that_one_makes(
     assert len(asked) <= serial + 3 + 8 * workers
 
 
-def test_a_place_without_folders_is_listed_as_ever(server: Http, tmp_path: Path) -> None:
+def test_a_place_without_folders_is_listed_by_one_thread(server: Http, tmp_path: Path) -> None:
     one = list_source("s3://b/train/n001", tmp_path / "one", SourceOptions(list_workers=8))
 
     assert one.objects == 200
@@ -85,7 +87,7 @@ list_source("s3://b", Path(sys.argv[1]), options, progress=lambda number: print(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_killed_list_goes_on_where_it_was(scratch: Path, tmp_path: Path, workers: int) -> None:
+def test_a_killed_listing_continues_where_it_stopped(scratch: Path, tmp_path: Path, workers: int) -> None:
     keys = [f"{folder:02d}/{at:06d}.bin" for folder in range(10) for at in range(10_000)]
     with key_server(keys, delay=0.01) as (env, server), pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
@@ -110,7 +112,7 @@ def test_a_killed_list_goes_on_where_it_was(scratch: Path, tmp_path: Path, worke
 
 
 class Ordered:
-    """A store whose list breaks once, or is in no order."""
+    """A store whose list breaks once, or is not in order."""
 
     url, concurrency = "s3://b", 4
     left_out = LeftOut({"folder markers": 2})
@@ -151,12 +153,12 @@ def keys_of(store: Ordered, workers: int = 1, purpose: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("pages", [5, 32, 33, 100])
-def test_pages_are_given_again_without_a_request(scratch: Path, pages: int) -> None:
+def test_kept_pages_are_returned_without_a_request(scratch: Path, pages: int) -> None:
     assert keys_of(Ordered(pages)) == [f"{page:05d}.bin" for page in range(pages)]
     assert not list(scratch.iterdir())
 
 
-def test_a_store_that_was_away_is_not_asked_again_for_what_it_said(scratch: Path) -> None:
+def test_pages_received_before_an_outage_are_not_requested_again(scratch: Path) -> None:
     with pytest.raises(Unreachable):
         keys_of(Ordered(100, breaks=60))
     later = Ordered(100)
@@ -166,7 +168,7 @@ def test_a_store_that_was_away_is_not_asked_again_for_what_it_said(scratch: Path
     assert not list(scratch.iterdir())
 
 
-def test_another_error_leaves_nothing(scratch: Path) -> None:
+def test_an_error_other_than_an_outage_keeps_no_pages(scratch: Path) -> None:
     with pytest.raises(SourceError):
         keys_of(Ordered(100, breaks=60, error=SourceError))
 
@@ -174,7 +176,7 @@ def test_another_error_leaves_nothing(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["place", "purpose", "old"])
-def test_a_list_of_another_place_or_time_is_not_gone_on_with(scratch: Path, other: str) -> None:
+def test_a_listing_of_another_place_or_time_is_not_continued(scratch: Path, other: str) -> None:
     with pytest.raises(Unreachable):
         keys_of(Ordered(100, breaks=60))
     later = Ordered(100)
@@ -190,7 +192,7 @@ def test_a_list_of_another_place_or_time_is_not_gone_on_with(scratch: Path, othe
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "head"])
-def test_what_a_log_lost_is_asked_for_again(scratch: Path, damage: str) -> None:
+def test_pages_lost_from_the_log_are_requested_again(scratch: Path, damage: str) -> None:
     with pytest.raises(Unreachable):
         keys_of(Ordered(100, breaks=60))
     (log,) = scratch.glob("*/pages.log")
@@ -206,7 +208,7 @@ def test_what_a_log_lost_is_asked_for_again(scratch: Path, damage: str) -> None:
     assert 41 < later.asked[0] <= 100
 
 
-def test_a_store_without_an_order_is_listed_but_not_kept_and_not_cut(scratch: Path) -> None:
+def test_an_unordered_store_is_listed_without_kept_pages_and_segments(scratch: Path) -> None:
     assert len(keys_of(Ordered(50, order=-1))) == 50
     with pytest.raises(SourceError, match="--list-workers needs; leave it out"):
         keys_of(Ordered(50, order=-1), workers=2)
@@ -214,5 +216,5 @@ def test_a_store_without_an_order_is_listed_but_not_kept_and_not_cut(scratch: Pa
     assert store_list._SHORT < 50
 
 
-def test_the_store_of_a_bucket_names_its_server(server: Http) -> None:
+def test_the_store_of_a_bucket_includes_its_server_in_its_name(server: Http) -> None:
     assert server.url in open_store("s3://b").place()  # type: ignore[attr-defined]

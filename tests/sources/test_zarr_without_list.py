@@ -1,4 +1,4 @@
-"""A Zarr where nothing can be listed: a web server without an index, a bucket without the right to list."""
+"""A Zarr whose place cannot be listed: a web server without an index, a bucket without the permission to list."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def array(folder: Path, version: int, **more: Any) -> str:
 
 @contextlib.contextmanager
 def bucket(folder: Path, absent: int = 403) -> Iterator[str]:
-    """S3 that lets nobody list, and answers for a key that is not there as S3 does then."""
+    """Serve an S3 bucket that forbids listing and answers for a missing key as S3 then does."""
 
     def script(handler: Scripted) -> None:
         path, _, query = handler.path.partition("?")
@@ -70,7 +70,7 @@ def bucket(folder: Path, absent: int = 403) -> Iterator[str]:
 
 @pytest.fixture(params=["web", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of ``tmp_path/place``."""
+    """Return the URL of ``tmp_path/place``."""
     (tmp_path / "place").mkdir()
     if request.param == "web":
         with folder_server(tmp_path / "place", index="none") as server:
@@ -123,7 +123,7 @@ def test_the_url_may_name_the_file_of_metadata(place: str, tmp_path: Path, versi
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_it_is_pulled_and_converted(place: str, tmp_path: Path, version: int) -> None:
+def test_a_zarr_without_a_listing_is_pulled_and_converted(place: str, tmp_path: Path, version: int) -> None:
     name = group(tmp_path / "place", version)
 
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
@@ -136,7 +136,7 @@ def test_it_is_pulled_and_converted(place: str, tmp_path: Path, version: int) ->
     assert result.samples == 10
 
 
-def test_chunks_that_were_never_written_are_fill_values_where_the_server_tells(tmp_path: Path) -> None:
+def test_unwritten_chunks_are_fill_values_if_the_server_reports_missing_keys(tmp_path: Path) -> None:
     name = group(tmp_path, 3)
     (tmp_path / name / "rows" / "c" / "1" / "0").unlink()
 
@@ -147,18 +147,18 @@ def test_chunks_that_were_never_written_are_fill_values_where_the_server_tells(t
     assert np.array_equal(np.delete(rows, [2, 3], axis=0), np.delete(ROWS, [2, 3], axis=0))
 
 
-def test_a_chunk_that_is_refused_is_never_read_as_fill_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the right to list S3 refuses a key that is not there."""
+def test_a_refused_chunk_is_never_read_as_fill_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the permission to list, S3 refuses a missing key."""
     name = group(tmp_path, 3)
     (tmp_path / name / "rows" / "c" / "1" / "0").unlink()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CANARY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "CANARY")
     with bucket(tmp_path) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        with pytest.raises(AccessDenied, match=r"rows/c/1/0.*\nwithout the right to list") as caught:
+        with pytest.raises(AccessDenied, match=r"rows/c/1/0.*\na store that does not let you list") as caught:
             samples(f"s3://bkt/{name}")
         assert "CANARY" not in str(caught.value)
-        # What is not asked for is not missed.
+        # Chunks that are not requested cannot be missing.
         columns = samples(f"s3://bkt/{name}", SourceOptions(key=False, fields=("deep/times",)))
     assert np.array_equal(columns["deep/times"], TIMES)
     with bucket(tmp_path, absent=404) as url:
@@ -166,13 +166,15 @@ def test_a_chunk_that_is_refused_is_never_read_as_fill_values(tmp_path: Path, mo
         assert np.array_equal(samples(f"s3://bkt/{name}")["rows"][2:4], np.zeros((2, 4)))
 
 
-def test_a_group_that_is_not_consolidated_says_what_works(place: str, tmp_path: Path) -> None:
+def test_a_group_without_consolidated_metadata_is_refused_with_alternatives_that_work(
+    place: str, tmp_path: Path
+) -> None:
     name = group(tmp_path / "place", 3, consolidated=False)
 
-    with pytest.raises(UsageError, match=r"not consolidated;\nname one array of the group") as caught:
+    with pytest.raises(UsageError, match=r"not consolidated;\ngive the URL of one array") as caught:
         samples(f"{place}/{name}")
     assert "consolidate_metadata()" in str(caught.value)
-    # Both that are advised:
+    # Both alternatives from the message:
     assert np.array_equal(samples(f"{place}/{name}/rows")["rows"], ROWS)
     zarr.consolidate_metadata(tmp_path / "place" / name)
     assert np.array_equal(samples(f"{place}/{name}")["rows"], ROWS)
@@ -199,7 +201,7 @@ def too_deep(text: str) -> str:
 
 
 @pytest.mark.parametrize("damage", [no_json, no_arrays, no_shape, a_strange_grid, too_deep])
-def test_damaged_metadata_are_named(place: str, tmp_path: Path, damage: Callable[[str], str]) -> None:
+def test_damaged_metadata_is_named(place: str, tmp_path: Path, damage: Callable[[str], str]) -> None:
     name = group(tmp_path / "place", 3)
     about = tmp_path / "place" / name / "zarr.json"
     about.write_text(damage(about.read_text()))
@@ -208,30 +210,30 @@ def test_damaged_metadata_are_named(place: str, tmp_path: Path, damage: Callable
         samples(f"{place}/{name}")
 
 
-def test_chunks_without_end_are_not_asked_for_and_other_arrays_are_read(place: str, tmp_path: Path) -> None:
+def test_an_array_with_too_many_chunks_is_refused_and_other_arrays_are_read(place: str, tmp_path: Path) -> None:
     name = group(tmp_path / "place", 3)
     about = tmp_path / "place" / name / "zarr.json"
     value = json.loads(about.read_text())
     value["consolidated_metadata"]["metadata"]["rows"]["shape"] = [10**12, 4]
     about.write_text(json.dumps(value))
 
-    with pytest.raises(UsageError, match=r"more than 1048576 chunks.* choose arrays with --fields"):
+    with pytest.raises(UsageError, match=r"more than 1048576 chunks.* choose fewer arrays with --fields"):
         samples(f"{place}/{name}")
     assert list(samples(f"{place}/{name}", SourceOptions(fields=("deep/times",), key=False))) == ["deep/times"]
 
 
-def test_an_array_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_named_array_that_is_missing_is_an_error(tmp_path: Path) -> None:
     name = group(tmp_path, 3)
     (tmp_path / name / "rows" / "zarr.json").unlink()
 
     with (
         folder_server(tmp_path, index="none") as server,
-        pytest.raises(NotFound, match=r"'rows/zarr\.json' is not there, though its group names it"),
+        pytest.raises(NotFound, match=r"'rows/zarr\.json' is missing, but its group names it"),
     ):
         samples(f"{server.url}/{name}")
 
 
-def test_where_no_zarr_lies_the_error_stays_and_few_questions_are_asked(tmp_path: Path) -> None:
+def test_a_place_without_a_zarr_keeps_its_error_and_costs_few_requests(tmp_path: Path) -> None:
     with folder_server(tmp_path, index="none") as server:
         with pytest.raises(CacheToolError, match="404") as caught:
             list_source(f"{server.url}/nothing/", tmp_path / "listing")
@@ -239,7 +241,7 @@ def test_where_no_zarr_lies_the_error_stays_and_few_questions_are_asked(tmp_path
         assert len(server.requests) <= 5
 
 
-def test_a_page_in_place_of_everything_is_no_zarr(tmp_path: Path) -> None:
+def test_a_server_that_answers_everything_with_a_page_has_no_zarr(tmp_path: Path) -> None:
     def page(handler: Scripted) -> None:
         handler.answer(200, b"<html>welcome</html>", Content_Type="text/html")
 
@@ -247,7 +249,7 @@ def test_a_page_in_place_of_everything_is_no_zarr(tmp_path: Path) -> None:
         list_source(f"{server.url}/app/", tmp_path / "listing")
 
 
-def test_a_place_that_can_be_listed_is_asked_for_no_single_chunk(tmp_path: Path) -> None:
+def test_no_single_chunk_of_a_listable_place_is_probed(tmp_path: Path) -> None:
     name = group(tmp_path / "place", 3) if (tmp_path / "place").mkdir() is None else ""
     server: Http
     with folder_server(tmp_path / "place", index="json") as server:

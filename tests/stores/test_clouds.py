@@ -1,4 +1,4 @@
-"""Google Cloud Storage and Azure Blob: the right requests, and their answers understood, against scripted servers."""
+"""Google Cloud Storage and Azure Blob: correct requests and parsed answers, against scripted servers."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_google_is_listed_and_read(monkeypatch: pytest.MonkeyPatch, scheme: str)
     assert unquote(server.requests[1][0]) == "/b/p/a b.npy"
 
 
-def test_what_google_unpacks_on_the_way_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It then tells no length; and the client of tokens must not ask for packed answers, which it could not read."""
+def test_an_object_that_google_decompresses_in_transit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google then sends no length. The token client must not ask for compressed answers, which it cannot read."""
 
     def script(handler: Scripted) -> None:
         if "?" in handler.path:
@@ -69,7 +69,9 @@ def test_what_google_unpacks_on_the_way_is_refused_by_name(monkeypatch: pytest.M
         store = open_store("gs://b/p")
         [[item]] = store.list()
         for take in (lambda: store.get(item), lambda: store.get_range(item, 1, 2)):
-            with pytest.raises(BadObject, match=r"'a b\.npy' comes without a length.*Content-Encoding: gzip"):
+            with pytest.raises(
+                BadObject, match=r"'a b\.npy': the store does not send its length.*Content-Encoding: gzip"
+            ):
                 take()
     assert not [headers for _, headers in server.requests if "gzip" in headers.get("Accept-Encoding", "")]
 

@@ -1,7 +1,8 @@
-"""Credentials come from the environment and the clouds' own files; a missing one is a clear line."""
+"""Credentials come from the environment and the clouds' own files. A missing one is a clear line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ URL = "s3://bucket"
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment with nothing but a home folder."""
+    """Return an environment with only a home folder."""
     (tmp_path / ".aws").mkdir()
     return {"HOME": str(tmp_path)}
 
@@ -25,7 +26,7 @@ def aws_files(home: dict[str, str], *, credentials: str = "", config: str = "") 
     (folder / "config").write_text(config)
 
 
-def test_keys_in_the_environment_come_first(home: dict[str, str]) -> None:
+def test_keys_in_the_environment_have_priority(home: dict[str, str]) -> None:
     aws_files(home, credentials="[default]\naws_access_key_id = file\naws_secret_access_key = file\n")
     env = {**home, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_SESSION_TOKEN": "token"}
 
@@ -37,7 +38,7 @@ def test_keys_in_the_environment_come_first(home: dict[str, str]) -> None:
     }
 
 
-def test_a_profile_of_the_shared_files_gives_keys_region_and_endpoint(home: dict[str, str]) -> None:
+def test_a_profile_of_the_shared_files_sets_keys_region_and_endpoint(home: dict[str, str]) -> None:
     aws_files(
         home,
         credentials="[default]\naws_access_key_id=no\n[lab]\naws_access_key_id=id\naws_secret_access_key = a%b=c/d\n",
@@ -53,7 +54,9 @@ def test_a_profile_of_the_shared_files_gives_keys_region_and_endpoint(home: dict
     }
 
 
-def test_the_default_profile_needs_no_name_and_files_may_lie_elsewhere(home: dict[str, str], tmp_path: Path) -> None:
+def test_the_default_profile_needs_no_name_and_the_files_may_be_in_another_folder(
+    home: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "keys.ini").write_text(
         "[default]\naws_access_key_id=id\naws_secret_access_key=secret\naws_session_token=token\n"
     )
@@ -144,7 +147,7 @@ dynamodb =
         ({"AWS_PROFILE": "quiet"}, None),
     ],
 )
-def test_endpoints_come_in_the_order_of_the_aws_tools(
+def test_endpoints_have_the_priority_of_the_aws_tools(
     home: dict[str, str], env: dict[str, str], endpoint: str | None
 ) -> None:
     aws_files(home, config=SERVICES)
@@ -159,7 +162,7 @@ def test_endpoints_come_in_the_order_of_the_aws_tools(
     )
 
 
-def test_an_endpoint_of_the_environment_that_is_to_be_ignored_is_overridden(home: dict[str, str]) -> None:
+def test_an_ignored_endpoint_of_the_environment_is_overridden(home: dict[str, str]) -> None:
     """The client reads that variable as well."""
     aws_files(home, config=SERVICES)
     env = {**home, "AWS_PROFILE": "lab", "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_REGION": "eu-west-1"}
@@ -169,12 +172,12 @@ def test_an_endpoint_of_the_environment_that_is_to_be_ignored_is_overridden(home
     assert options["endpoint"] == "https://s3.eu-west-1.amazonaws.com"
 
 
-def test_services_that_are_not_there_are_named(home: dict[str, str]) -> None:
+def test_missing_services_sections_are_named(home: dict[str, str]) -> None:
     aws_files(home, config=SERVICES)
 
     with pytest.raises(AccessDenied, match=r"profile 'half' names the services 'none'.*\[services none\]"):
         s3_options(URL, {**home, "AWS_PROFILE": "half"})
-    # What follows helps: the section, or the endpoint in the environment.
+    # Both remedies work: the section, or the endpoint in the environment.
     aws_files(home, config=f"{SERVICES}[services none]\ns3 =\n  endpoint_url = https://now\n")
     assert s3_options(URL, {**home, "AWS_PROFILE": "half"})["endpoint"] == "https://now"
 
@@ -190,9 +193,7 @@ def test_the_variable_that_names_an_unknown_profile_is_named(home: dict[str, str
 
 @pytest.mark.parametrize("url", ["ftp://user:CANARY@host", "user:CANARY", "http://a b:CANARY"])
 @pytest.mark.parametrize("where", ["services", "profile"])
-def test_an_endpoint_of_a_file_that_is_no_url_is_named_and_not_shown(
-    home: dict[str, str], url: str, where: str
-) -> None:
+def test_an_invalid_endpoint_of_a_file_is_named_but_not_quoted(home: dict[str, str], url: str, where: str) -> None:
     aws_files(
         home,
         config=SERVICES.replace(f"https://{where}", url).replace(
@@ -205,7 +206,7 @@ def test_an_endpoint_of_a_file_that_is_no_url_is_named_and_not_shown(
     assert "CANARY" not in str(caught.value)
 
 
-def test_no_credentials_at_all_says_what_to_set(home: dict[str, str]) -> None:
+def test_missing_credentials_are_an_error_that_names_the_variables(home: dict[str, str]) -> None:
     with pytest.raises(AccessDenied, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") as caught:
         s3_options(URL, home)
 
@@ -221,14 +222,12 @@ def test_no_credentials_at_all_says_what_to_set(home: dict[str, str]) -> None:
         {"AWS_EC2_METADATA_DISABLED": "false"},
     ],
 )
-def test_the_client_looks_for_keys_only_where_the_environment_points(
-    home: dict[str, str], given: dict[str, str]
-) -> None:
+def test_the_client_reads_keys_only_from_places_in_the_environment(home: dict[str, str], given: dict[str, str]) -> None:
     assert s3_options(URL, {**home, **given}) == {"region": "us-east-1"}
 
 
 @pytest.mark.parametrize("set_one", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
-def test_half_a_pair_of_keys_names_the_missing_half(home: dict[str, str], set_one: str) -> None:
+def test_an_incomplete_pair_of_keys_names_the_missing_one(home: dict[str, str], set_one: str) -> None:
     other = ({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} - {set_one}).pop()
 
     with pytest.raises(AccessDenied, match=f"{other} is not set"):
@@ -240,7 +239,7 @@ def test_an_unknown_profile_is_named(home: dict[str, str]) -> None:
         s3_options(URL, {**home, "AWS_PROFILE": "nope"})
 
 
-def test_a_profile_of_single_sign_on_says_how_to_get_keys(home: dict[str, str]) -> None:
+def test_a_profile_of_single_sign_on_advises_how_to_get_keys(home: dict[str, str]) -> None:
     aws_files(home, config="[profile work]\nsso_session = corp\nsso_account_id = 1\n")
 
     with pytest.raises(AccessDenied, match="export-credentials --profile work"):
@@ -259,14 +258,16 @@ def test_a_damaged_file_is_named_but_never_quoted(home: dict[str, str], text: st
     assert caught.value.__suppress_context__
 
 
-def test_an_endpoint_that_is_no_url_is_refused_without_its_user_info(home: dict[str, str]) -> None:
+def test_an_invalid_endpoint_is_refused_without_its_user_info(home: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="AWS_ENDPOINT_URL") as caught:
         s3_options(URL, {**home, "AWS_ENDPOINT_URL": "ftp://user:CANARY@host"})
 
     assert "CANARY" not in str(caught.value)
 
 
-def test_gcs_takes_a_key_file_the_gcloud_login_or_none_for_public_data(home: dict[str, str], tmp_path: Path) -> None:
+def test_gcs_accepts_a_key_file_the_gcloud_login_or_nothing_for_public_data(
+    home: dict[str, str], tmp_path: Path
+) -> None:
     key = tmp_path / "key.json"
     key.write_text("{}")
     login = tmp_path / ".config" / "gcloud" / "application_default_credentials.json"
@@ -286,12 +287,31 @@ def test_gcs_takes_a_key_file_the_gcloud_login_or_none_for_public_data(home: dic
     assert gcs_options(URL, home) == {"application_credentials": str(login)}
 
 
-def test_gcs_names_a_key_file_that_is_not_there(home: dict[str, str]) -> None:
-    with pytest.raises(AccessDenied, match="which is no file"):
+def test_gcs_names_a_missing_key_file(home: dict[str, str]) -> None:
+    with pytest.raises(AccessDenied, match="not a file"):
         gcs_options(URL, {**home, "GOOGLE_APPLICATION_CREDENTIALS": "/nowhere.json"})
 
 
-def test_azure_takes_key_token_or_connection_string(home: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "variable", "value"),
+    [
+        (gcs_options, "GOOGLE_BASE_URL", "ftp://host"),
+        (gcs_options, "STORAGE_EMULATOR_HOST", "ftp://host"),
+        (gcs_options, "GOOGLE_SERVICE_ACCOUNT", "/nowhere.json"),
+        (gcs_options, "GOOGLE_SERVICE_ACCOUNT_PATH", "/nowhere.json"),
+        (azure_options, "AZURE_STORAGE_ENDPOINT", "ftp://host"),
+        (azure_options, "AZURE_ENDPOINT", "ftp://host"),
+        (azure_options, "AZURE_STORAGE_CONNECTION_STRING", "AccountName=a;BlobEndpoint=ftp://host"),
+    ],
+)
+def test_the_variable_that_is_wrong_is_named(
+    home: dict[str, str], options: Callable[..., object], variable: str, value: str
+) -> None:
+    with pytest.raises((UsageError, AccessDenied), match=rf"\b{variable}\b"):
+        options(URL, env={**home, "AZURE_STORAGE_ACCOUNT_NAME": "a", variable: value})
+
+
+def test_azure_accepts_a_key_a_token_or_a_connection_string(home: dict[str, str]) -> None:
     account = {**home, "AZURE_STORAGE_ACCOUNT_NAME": "acc"}
     text = "DefaultEndpointsProtocol=http;AccountName=dev;AccountKey=a+b/c==;BlobEndpoint=http://127.0.0.1:10000/dev;"
 
@@ -307,7 +327,7 @@ def test_azure_takes_key_token_or_connection_string(home: dict[str, str]) -> Non
     }
 
 
-def test_azure_says_whether_account_or_credential_is_missing(home: dict[str, str]) -> None:
+def test_azure_names_a_missing_account_or_credential(home: dict[str, str]) -> None:
     with pytest.raises(AccessDenied, match="no storage account"):
         azure_options(URL, env=home)
     with pytest.raises(AccessDenied, match="no credentials"):

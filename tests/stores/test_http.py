@@ -1,6 +1,6 @@
-"""Our HTTP client against servers that misbehave, and the three ways a server can be listed.
+"""Our HTTP client against servers that misbehave, and the three ways to list a server.
 
-Rows are those of the fault catalogue in docs; each test ends either with the right bytes or with an error.
+Rows are those of the fault catalogue in docs. Each test ends with the right bytes or with an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cachetool.stores import Limits, Object, Store, http, http_objects, open_sto
 from cachetool.stores import http_pages as client
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
 
-# Tests that end well get the patience of a user, so that a busy machine fails none of them.
+# Tests that succeed use the real limits, so a busy machine fails none of them.
 PATIENT = Limits()
 QUICK = Limits(retry=0.6, throttle=1.2)
 SILENT = Limits(retry=0.6, silence=0.5)
@@ -50,7 +50,7 @@ def store_at(server: Http, limits: Limits = PATIENT) -> Store:
 
 
 def get(script: Callable[[Scripted], None], item: Object = ITEM, limits: Limits = PATIENT) -> tuple[bytes, Http]:
-    """What a store gets from a server that follows ``script``, and what the server was asked."""
+    """Return the bytes that a store gets from a server that follows ``script``, and the requests of the store."""
     with scripted_server(script) as server:
         return bytes(store_at(server, limits).get(item)), server
 
@@ -61,14 +61,14 @@ def listing(script: Callable[[Scripted], None]) -> list[Object]:
 
 
 def raw(handler: Scripted, data: bytes) -> None:
-    """Send bytes as they are and end the connection."""
+    """Send raw bytes and end the connection."""
     handler.close_connection = True
     handler.wfile.write(data)
 
 
 @pytest.fixture
 def without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects come by the client of what obstore does not bring."""
+    """Make objects use the client that fetches everything obstore cannot."""
     monkeypatch.setattr(http_objects.ObjectClient, "_fast", lambda *_: None)
 
 
@@ -87,8 +87,8 @@ def test_a_body_that_is_always_cut_short_is_never_accepted(sent: int) -> None:
         get(script, limits=QUICK)
 
 
-def test_what_follows_a_body_is_no_part_of_it_or_of_the_next_answer() -> None:
-    """Row 40: junk, then something that looks like an answer."""
+def test_bytes_after_a_body_belong_neither_to_it_nor_to_the_next_answer() -> None:
+    """Row 40: junk, then bytes that look like an answer."""
     smuggled = b"HTTP/1.1 200 OK\r\nContent-Length: 102400\r\n\r\n" + bytes(102400)
 
     def script(handler: Scripted) -> None:
@@ -100,8 +100,8 @@ def test_what_follows_a_body_is_no_part_of_it_or_of_the_next_answer() -> None:
             assert bytes(store.get(ITEM)) == BODY
 
 
-def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> None:
-    """Row 40: it arrives while the connection is idle."""
+def test_an_unrequested_answer_is_not_taken_for_the_next_one() -> None:
+    """Row 40: the answer arrives while the connection is idle."""
     idle, sent = threading.Event(), threading.Event()
 
     def script(handler: Scripted) -> None:
@@ -120,8 +120,8 @@ def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_without_a_length_the_listing_decides_whether_a_body_is_whole(cut: int) -> None:
-    """Row 41: the connection's end is the body's end."""
+def test_without_a_length_the_listed_size_decides_whether_a_body_is_complete(cut: int) -> None:
+    """Row 41: the end of the connection is the end of the body."""
 
     def script(handler: Scripted) -> None:
         raw(handler, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + BODY[: len(BODY) - cut])
@@ -131,13 +131,13 @@ def test_without_a_length_the_listing_decides_whether_a_body_is_whole(cut: int) 
             get(script)
     else:
         assert get(script)[0] == BODY
-    with pytest.raises(BadObject, match="tells no length"):
+    with pytest.raises(BadObject, match="no length"):
         get(script, Object("a.npy", -1))
 
 
 @pytest.mark.usefixtures("without_obstore")
-def test_a_broken_transfer_goes_on_where_it_stopped_when_the_server_proves_it_is_the_same() -> None:
-    """Row 42: a reset every 20,000 bytes, a strong ETag."""
+def test_a_broken_transfer_continues_if_the_server_proves_that_the_object_is_the_same() -> None:
+    """Row 42: a reset every 20,000 bytes, with a strong ETag."""
 
     def script(handler: Scripted) -> None:
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
@@ -157,7 +157,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped_when_the_server_proves_it_is
 
 @pytest.mark.usefixtures("without_obstore")
 def test_a_broken_transfer_starts_again_when_the_object_has_changed_or_has_no_etag() -> None:
-    """Row 42 and 44: the server answers If-Range with the whole new object; nothing is mixed."""
+    """Rows 42 and 44: the server answers If-Range with the whole new object, and versions are never mixed."""
 
     def changing(handler: Scripted) -> None:
         if handler.number == 1:
@@ -178,8 +178,8 @@ def test_a_broken_transfer_starts_again_when_the_object_has_changed_or_has_no_et
 
 
 @pytest.mark.usefixtures("without_obstore")
-def test_a_long_transfer_that_breaks_goes_on_however_long_it_took(naps: list[float]) -> None:
-    """Row 42: each part takes longer than ``retry``, of which only the time without progress counts."""
+def test_a_long_broken_transfer_continues_regardless_of_its_duration(naps: list[float]) -> None:
+    """Row 42: each part takes longer than ``retry``, which only limits the time without progress."""
 
     def script(handler: Scripted) -> None:
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
@@ -197,7 +197,7 @@ def test_a_long_transfer_that_breaks_goes_on_however_long_it_took(naps: list[flo
 @pytest.mark.parametrize(
     ("etag", "more"), [({"ETag": '"v2"'}, 0), ({}, 0), ({"ETag": '"v1"'}, 8)], ids=["other", "none", "longer"]
 )
-def test_a_part_of_another_version_is_not_appended(etag: dict[str, str], more: int) -> None:
+def test_a_range_of_another_version_is_not_appended(etag: dict[str, str], more: int) -> None:
     """Row 44: a server that knows Range but not If-Range, and an object that was replaced in between."""
     new = BODY[::-1] + bytes(more)
 
@@ -220,8 +220,8 @@ def test_a_part_of_another_version_is_not_appended(etag: dict[str, str], more: i
 @pytest.mark.usefixtures("without_obstore")
 @pytest.mark.parametrize("size", [-1, len(BODY)], ids=["size unknown", "size listed"])
 @pytest.mark.parametrize("rest", ["length", "chunked"])
-def test_a_resumed_transfer_is_whole_when_all_of_it_has_come(rest: str, size: int) -> None:
-    """Row 42: the rest of a body may come in several parts (RFC 9110, 14.2), and either answer without a length."""
+def test_a_resumed_transfer_is_complete_when_all_bytes_have_arrived(rest: str, size: int) -> None:
+    """Row 42: the rest of a body may arrive in several parts (RFC 9110, 14.2), and each answer may lack a length."""
 
     def script(handler: Scripted) -> None:
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
@@ -249,8 +249,8 @@ def test_a_resumed_transfer_is_whole_when_all_of_it_has_come(rest: str, size: in
 @pytest.mark.parametrize(
     "said", [f"5000-5999/{2 * len(BODY)}", "5000-5999/*", "5000-4999/102400", "5000-102400/102400", "5000-102399", ""]
 )
-def test_a_part_that_contradicts_what_is_known_is_not_appended(said: str) -> None:
-    """Row 43: another total, none while the first answer told none either, an end that cannot be."""
+def test_a_part_that_contradicts_earlier_answers_is_not_appended(said: str) -> None:
+    """Row 43: another total, no total although the first answer had none either, an impossible end."""
 
     def script(handler: Scripted) -> None:
         if "Range" in handler.headers:
@@ -268,8 +268,8 @@ def test_a_part_that_contradicts_what_is_known_is_not_appended(said: str) -> Non
 
 
 @pytest.mark.usefixtures("without_obstore")
-def test_a_body_that_lacks_nothing_but_its_end_is_fetched_again() -> None:
-    """Row 41: the last chunk, which is empty, is lost; a server has nothing to go on with then."""
+def test_a_body_that_lacks_only_its_end_mark_is_fetched_again() -> None:
+    """Row 41: the last, empty chunk is lost, and the server has no bytes left to resume with."""
 
     def script(handler: Scripted) -> None:
         if "Range" in handler.headers:
@@ -285,8 +285,8 @@ def test_a_body_that_lacks_nothing_but_its_end_is_fetched_again() -> None:
 
 
 @pytest.mark.usefixtures("without_obstore")
-def test_a_server_that_goes_on_elsewhere_is_not_appended() -> None:
-    """Row 43: a 206 from another place."""
+def test_a_part_from_another_offset_is_not_appended() -> None:
+    """Row 43: a 206 with another offset."""
 
     def script(handler: Scripted) -> None:
         if "Range" in handler.headers:
@@ -303,8 +303,8 @@ def test_a_server_that_goes_on_elsewhere_is_not_appended() -> None:
     ("status", "said", "kind"),
     [(200, "", SourceError), (206, "bytes 0-9/102400", BadObject), (206, "", BadObject), (416, "", BadObject)],
 )
-def test_a_range_is_the_one_asked_for_or_an_error(status: int, said: str, kind: type[CacheToolError]) -> None:
-    """Row 43: the range ignored, another one sent, none named."""
+def test_a_range_is_the_requested_one_or_an_error(status: int, said: str, kind: type[CacheToolError]) -> None:
+    """Row 43: the range is ignored, another range is sent, or none is named."""
     with scripted_server(lambda handler: handler.answer(status, BODY[:10], Content_Range=said)) as server:
         store = store_at(server)
         with pytest.raises(kind, match=r"a\.npy"):
@@ -312,8 +312,10 @@ def test_a_range_is_the_one_asked_for_or_an_error(status: int, said: str, kind: 
 
 
 @pytest.mark.parametrize("length", [True, False])
-def test_a_server_that_ignores_ranges_is_told_by_its_name_before_all_has_come(*, length: bool) -> None:
-    """Row 43: the whole object in place of a part of it, with a length or in chunks; its body is not waited for."""
+def test_a_server_that_ignores_ranges_is_named_before_the_whole_body_has_arrived(*, length: bool) -> None:
+    """Row 43: the whole object arrives instead of a part, with a length or in chunks. The client does not wait for its
+    body.
+    """
     done = threading.Event()
 
     def script(handler: Scripted) -> None:
@@ -325,10 +327,10 @@ def test_a_server_that_ignores_ranges_is_told_by_its_name_before_all_has_come(*,
 
     with scripted_server(script) as server:
         store = store_at(server)
-        with pytest.raises(SourceError, match=r"a\.npy.*ignores the Range header.*copy it to a disk"):
+        with pytest.raises(SourceError, match=r"a\.npy.*ignores the Range header.*; copy "):
             store.get_range(ITEM, 0, 4096)
         done.set()
-        assert len(server.requests) == 2  # by either client once
+        assert len(server.requests) == 2  # once by each client
 
 
 def test_a_range_of_an_object_that_changed_is_refused() -> None:
@@ -348,11 +350,12 @@ def test_a_range_of_an_object_that_changed_is_refused() -> None:
 
 @pytest.mark.parametrize("told", ["ETag", "Last_Modified"])
 @pytest.mark.parametrize("listed", [None, f"sha256:{'0' * 64}"], ids=["without an ETag", "with a checksum"])
-def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_put_together(
+def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_combined(
     told: str, listed: str | None
 ) -> None:
-    """An nginx index names sizes alone: what the first answer is of, all later ones must be of, until it is listed
-    anew."""
+    """An nginx index has only sizes: all later answers must belong to the version of the first one, until the next
+    listing.
+    """
     item = Object("a.npy", len(BODY), listed)
     version = "one"
 
@@ -376,7 +379,7 @@ def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_put
         assert bytes(store.get_range(item, 20, 10)) == BODY[20:30]
 
 
-def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_identities_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MOST", 3)
     seen = http.Identities()
     answer = client.Answer(memoryview(b""), 0, 'W/"x"', None, "")
@@ -388,8 +391,8 @@ def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.Monk
     assert seen.all() == dict.fromkeys(["8.npy", "0.npy", "9.npy"], "x")
 
 
-def test_a_checksum_in_the_manifest_decides_where_an_etag_lies() -> None:
-    """Row 45: the same ETag and size, other bytes."""
+def test_a_checksum_in_the_manifest_detects_a_false_etag() -> None:
+    """Row 45: the same ETag and size, but other bytes."""
     import hashlib
 
     good = Object("a.npy", len(BODY), f"sha256:{hashlib.sha256(BODY).hexdigest()}")
@@ -402,17 +405,17 @@ def test_a_checksum_in_the_manifest_decides_where_an_etag_lies() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(401, AccessDenied), (403, AccessDenied), (404, NotFound), (410, NotFound)]
 )
-def test_a_refusal_is_not_asked_again(status: int, kind: type[CacheToolError]) -> None:
+def test_a_refused_request_is_not_repeated(status: int, kind: type[CacheToolError]) -> None:
     """Row 46."""
     with scripted_server(lambda handler: handler.answer(status, b"no")) as server:
         with pytest.raises(kind, match=r"a\.npy"):
             store_at(server).get(ITEM)
-        assert len(server.requests) == 2  # by either client once
+        assert len(server.requests) == 2  # once by each client
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/xhtml+xml; charset=utf-8"])
 def test_an_html_page_in_place_of_an_object_is_refused(kind: str) -> None:
-    """Row 53: by its size, or by its type where no size is known."""
+    """Row 53: detected by its size, or by its type if the size is unknown."""
 
     def script(handler: Scripted) -> None:
         handler.answer(200, b"<html>log in</html>", Content_Type=kind)
@@ -425,15 +428,15 @@ def test_an_html_page_in_place_of_an_object_is_refused(kind: str) -> None:
 
 
 def test_an_encoded_body_is_refused() -> None:
-    """Row 54: identity is asked for, and nothing else is taken."""
+    """Row 54: the client requests identity and accepts nothing else."""
     with scripted_server(lambda handler: handler.answer(200, BODY, Content_Encoding="gzip")) as server:
-        with pytest.raises(BadObject, match="comes with Content-Encoding: gzip"):
+        with pytest.raises(BadObject, match="Content-Encoding: gzip"):
             store_at(server).get(ITEM)
         assert server.requests[0][1]["Accept-Encoding"] == "identity"
 
 
 def test_chunks_are_joined_and_bad_ones_refused() -> None:
-    """Row 50: sizes that are no numbers, and a body without its last chunk."""
+    """Row 50: invalid chunk sizes, and a body without its last chunk."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(c), c) for c in (BODY[:7], BODY[7:]))
 
@@ -451,7 +454,7 @@ def test_chunks_are_joined_and_bad_ones_refused() -> None:
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the client would have slept."""
+    """Return the seconds that the client would have slept."""
     taken: list[float] = []
 
     class Clock:
@@ -466,11 +469,11 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_slow_down_is_obeyed_as_long_as_it_asks(naps: list[float], status: int) -> None:
+def test_retry_after_of_a_throttling_server_is_obeyed(naps: list[float], status: int) -> None:
     """Row 47."""
 
     def script(handler: Scripted) -> None:
-        if handler.number <= 3:  # the first one goes to obstore, which hides when to ask again
+        if handler.number <= 3:  # obstore gets the first answer and hides its Retry-After
             handler.answer(status, Retry_After="7")
         else:
             handler.answer(200, BODY)
@@ -482,7 +485,7 @@ def test_slow_down_is_obeyed_as_long_as_it_asks(naps: list[float], status: int) 
     assert [round(nap) for nap in naps] == [7, 7]
 
 
-def test_slow_down_for_no_time_at_all_is_no_leave_to_ask_without_end(naps: list[float]) -> None:
+def test_a_retry_after_of_zero_does_not_cause_endless_requests(naps: list[float]) -> None:
     with (
         scripted_server(lambda handler: handler.answer(429, Retry_After="0")) as server,
         pytest.raises(Unreachable, match="the server answers 429"),
@@ -492,8 +495,8 @@ def test_slow_down_for_no_time_at_all_is_no_leave_to_ask_without_end(naps: list[
     assert len(server.requests) < 100
 
 
-def test_slow_down_without_a_time_is_answered_by_ever_rarer_requests(naps: list[float]) -> None:
-    """Row 47: full jitter up to half a minute, in all no longer than ``throttle``."""
+def test_throttling_without_a_time_makes_requests_increasingly_rare(naps: list[float]) -> None:
+    """Row 47: full jitter up to half a minute, in total at most ``throttle``."""
     with scripted_server(lambda handler: handler.answer(503)) as server:
         with pytest.raises(Unreachable, match="the server answers 503"):
             store_at(server).get(ITEM)
@@ -506,10 +509,10 @@ def test_slow_down_without_a_time_is_answered_by_ever_rarer_requests(naps: list[
 
 @pytest.mark.usefixtures("without_obstore")
 @pytest.mark.parametrize("asks", ["", "4"], ids=["without a time", "with a time"])
-def test_64_workers_that_are_told_to_slow_down_at_once_do_so_and_all_finish(
+def test_64_workers_that_are_throttled_together_slow_down_and_all_finish(
     monkeypatch: pytest.MonkeyPatch, asks: str
 ) -> None:
-    """Row 47: a server that refuses everybody for 20 s. Each worker has a clock that runs while it sleeps."""
+    """Row 47: a server refuses everyone for 20 s. Each worker has a clock that runs while it sleeps."""
     now: collections.Counter[int] = collections.Counter()
     mine = threading.local()
     asked: dict[int, list[float]] = {worker: [] for worker in range(64)}
@@ -575,7 +578,7 @@ def test_retry_after_is_clamped(header: str | None, seconds: float | None) -> No
     assert client.retry_after(header, now=1000.0) == seconds
 
 
-def test_a_failing_server_is_asked_again_for_a_while(naps: list[float]) -> None:
+def test_requests_to_a_failing_server_are_retried_for_a_while(naps: list[float]) -> None:
     def script(handler: Scripted) -> None:
         if handler.number <= 4:
             handler.answer(500)
@@ -587,16 +590,16 @@ def test_a_failing_server_is_asked_again_for_a_while(naps: list[float]) -> None:
 
 
 def drip(handler: Scripted, data: bytes) -> None:
-    """One byte now and then, for ever."""
+    """Send one byte now and then, forever."""
     handler.close_connection = True
     while True:
         for at in range(len(data)):
             handler.wfile.write(data[at : at + 1])
-            time.sleep(0.05)  # this is the fault itself: a rate of 20 bytes a second
+            time.sleep(0.05)  # this is the fault itself: a rate of 20 bytes per second
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 102400\r\n\r\n"], ids=["headers", "body"])
-def test_a_dribbling_server_is_abandoned(head: bytes) -> None:
+def test_a_server_that_sends_too_slowly_is_abandoned(head: bytes) -> None:
     """Row 49: never silent for long, never fast enough."""
 
     def script(handler: Scripted) -> None:
@@ -608,7 +611,7 @@ def test_a_dribbling_server_is_abandoned(head: bytes) -> None:
 
 
 def test_a_silent_server_is_abandoned_and_does_not_slow_others() -> None:
-    """Row 49: accepts and says nothing, while another thread's downloads go on."""
+    """Row 49: it accepts and never answers, while another thread's downloads continue."""
     quiet = threading.Event()
 
     def script(handler: Scripted) -> None:
@@ -647,7 +650,7 @@ def test_a_silent_server_is_abandoned_and_does_not_slow_others() -> None:
     ],
     ids=["interim", "headers", "long header", "junk"],
 )
-def test_headers_without_end_are_abandoned(endless: bytes) -> None:
+def test_endless_headers_are_abandoned(endless: bytes) -> None:
     """Row 50."""
 
     def script(handler: Scripted) -> None:
@@ -659,7 +662,7 @@ def test_headers_without_end_are_abandoned(endless: bytes) -> None:
         get(script, limits=BRIEF)
 
 
-def test_trailers_without_end_are_abandoned() -> None:
+def test_endless_trailers_are_abandoned() -> None:
     """Row 50."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -673,7 +676,7 @@ def test_trailers_without_end_are_abandoned() -> None:
         get(script, Object("a.npy", 5), BRIEF)
 
 
-def test_nobody_listening_is_unreachable() -> None:
+def test_a_port_without_a_listener_is_unreachable() -> None:
     with pytest.raises(Unreachable, match="no connection"):
         open_store(f"http://127.0.0.1:{free_port()}/", limits=QUICK).get(ITEM)
 
@@ -705,7 +708,7 @@ def test_a_redirect_loop_ends() -> None:
 
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "file:///etc/passwd", "gopher://host/", "javascript:1"])
-def test_redirects_lead_only_to_http(target: str) -> None:
+def test_redirects_to_other_schemes_than_http_are_refused(target: str) -> None:
     """Row 87."""
     with pytest.raises(SourceError, match="not followed"):
         get(lambda handler: handler.answer(302, Location=target))
@@ -721,8 +724,8 @@ def test_redirects_lead_only_to_http(target: str) -> None:
     ],
     ids=["blanks", "Latin-1", "UTF-8"],
 )
-def test_a_redirect_whose_target_is_not_escaped_is_followed(target: str, asked: str) -> None:
-    """As browsers do."""
+def test_a_redirect_with_an_unescaped_target_is_followed(target: str, asked: str) -> None:
+    """Browsers do so too."""
 
     def script(handler: Scripted) -> None:
         if handler.number == 1:
@@ -737,7 +740,7 @@ def test_a_redirect_whose_target_is_not_escaped_is_followed(target: str, asked: 
 
 
 @pytest.mark.parametrize("folder", ["d d", "d\u00fc", "d\udcff"])
-def test_a_url_may_be_typed_as_it_is_read(folder: str) -> None:
+def test_a_url_may_be_typed_without_escapes(folder: str) -> None:
     def script(handler: Scripted) -> None:
         if handler.path.endswith("/?k=1%202"):
             handler.answer(200, b'<a href="a%20b.npy">x</a>', Content_Type="text/html")
@@ -763,7 +766,7 @@ def test_a_url_may_be_typed_as_it_is_read(folder: str) -> None:
         "//\xfc/",
     ],
 )
-def test_a_redirect_to_what_is_no_url_is_an_error_at_once(target: str) -> None:
+def test_a_redirect_to_an_invalid_url_is_an_error_at_once(target: str) -> None:
     asked = 0
 
     def script(handler: Scripted) -> None:
@@ -771,23 +774,23 @@ def test_a_redirect_to_what_is_no_url_is_an_error_at_once(target: str) -> None:
         asked += 1
         handler.answer(302, Location=target)
 
-    with pytest.raises(SourceError, match="is no URL"):
+    with pytest.raises(SourceError, match="URL"):
         get(script)
-    assert asked == 2  # by either client once
+    assert asked == 2  # once by each client
 
 
-def test_a_redirect_to_a_port_that_is_none_names_the_object_that_was_asked_for() -> None:
+def test_a_redirect_to_an_invalid_port_is_an_error_that_names_the_requested_object() -> None:
     with pytest.raises(SourceError, match=r"/place/a\.npy: redirected to 'http://h:99999/x'"):
         get(lambda handler: handler.answer(302, Location="http://h:99999/x"))
 
 
 @pytest.mark.parametrize("host", ["a..b.invalid", "a" * 70, "\xe9" * 70, "h:99999"])
-def test_a_name_that_no_host_can_have_is_a_usage_error(host: str) -> None:
+def test_an_impossible_host_name_is_a_usage_error(host: str) -> None:
     with pytest.raises(UsageError, match="its host or its port cannot be read"):
         open_store(f"http://{host}/d/")
 
 
-def test_user_and_password_are_sent_as_the_bytes_that_were_typed() -> None:
+def test_user_and_password_are_sent_as_typed() -> None:
     for user, password in (("us\udcff", "p\udcffw"), ("us%ff", "p%FFw")):
         with scripted_server(lambda handler: handler.answer(200, BODY)) as server:
             store = open_store(server.url.replace("://", f"://{user}:{password}@") + "/place/")
@@ -798,7 +801,7 @@ def test_user_and_password_are_sent_as_the_bytes_that_were_typed() -> None:
     assert "ARY" not in str(caught.value)
 
 
-def test_a_netrc_that_is_not_utf8_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_netrc_that_is_not_utf8_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "netrc").write_bytes(b"machine h login u password CAN\xffARY\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
@@ -808,7 +811,7 @@ def test_a_netrc_that_is_not_utf8_is_one_line(tmp_path: Path, monkeypatch: pytes
     assert "CAN" not in str(caught.value)
 
 
-def test_https_is_never_left_for_http() -> None:
+def test_a_redirect_from_https_to_http_is_refused() -> None:
     """Row 51."""
     with pytest.raises(SourceError, match="from https to http"):
         client._next_hop("https://host/a", "http://host/a")
@@ -832,7 +835,7 @@ def refuse_private(target: str) -> None:
         url = target.format(port=inner.url.rpartition(":")[2])
         with pytest.raises(SourceError, match=r"private address|no connection") as caught:
             get(lambda handler: handler.answer(302, Location=url))
-        with pytest.raises(SourceError, match=r"is on another server"):
+        with pytest.raises(SourceError, match="another server"):
             get(lambda handler: handler.answer(404), Object(url, len(BODY)))
 
     assert inner.requests == []
@@ -841,7 +844,7 @@ def refuse_private(target: str) -> None:
 
 @pytest.mark.parametrize("target", PRIVATE)
 def test_a_redirect_or_manifest_never_reaches_a_private_address(target: str) -> None:
-    """Row 87: checked on the address that would be connected to."""
+    """Row 87: the check uses the address that would be connected to."""
     refuse_private(target)
 
 
@@ -864,12 +867,12 @@ def test_a_redirect_to_a_private_address_is_not_followed_to_another_port_either(
         ("255.255.255.255", False),
     ],
 )
-def test_only_public_addresses_are_public(address: str, public: bool) -> None:
+def test_only_global_addresses_count_as_public(address: str, public: bool) -> None:
     assert origins.is_public(address) is public
 
 
 def test_an_allowed_host_is_reached_without_the_credentials_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 51: credentials stay with the origin they were given for; another port is another origin."""
+    """Row 51: credentials stay with their origin; another port is another origin."""
     monkeypatch.setenv("CACHETOOL_ALLOW_HOSTS", "elsewhere, 127.0.0.1")
     with (
         scripted_server(lambda handler: handler.answer(200, BODY)) as other,
@@ -891,8 +894,8 @@ def test_user_and_password_may_come_from_netrc(tmp_path: Path, monkeypatch: pyte
     assert server.requests[0][1]["Authorization"] == "Basic dXNlcjpwQHNz"
 
 
-def test_a_query_goes_along_to_the_server_and_nowhere_else() -> None:
-    """Row 85 and 86."""
+def test_a_query_is_sent_to_its_own_server_only() -> None:
+    """Rows 85 and 86."""
 
     def script(handler: Scripted) -> None:
         handler.answer(404 if "missing" in handler.path else 200, BODY)
@@ -922,7 +925,7 @@ def test_a_damaged_netrc_is_named_but_not_quoted(tmp_path: Path, monkeypatch: py
 # --- listings -------------------------------------------------------------------------------------------------------
 
 
-def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
+def test_an_html_index_lists_only_names_below_its_folder() -> None:
     page = """<html><a href="?C=N;O=D">Name</a> <a href="/">root</a> <a href="../">up</a>
     <a href="a.npy">a</a>  21-Nov-2025 00:34   12
     <a href="a.npy">again</a>
@@ -954,16 +957,16 @@ def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
         ("", {"a.npy"}),
     ],
 )
-def test_links_of_an_index_lead_from_its_base(base: str, keys: set[str]) -> None:
-    """What stands below another folder is not below this one, whatever is called so here."""
+def test_links_of_an_index_are_resolved_by_its_base(base: str, keys: set[str]) -> None:
+    """Names below another folder are not below this one, even if this folder has the same name."""
     page = f'<html><head><base href="{base}"><base href="/late/"></head><a href=" a.npy\n">a</a></html>'
     if not base:
         page = page.replace('<base href="/late/">', "")
     assert {item.key for item in listing(lambda h: h.answer(200, page.encode(), Content_Type="text/html"))} == keys
 
 
-def test_links_to_names_that_cannot_be_used_are_counted() -> None:
-    """Row 71: a name with a slash in it, and one that reads as a URL; links to other places are none of ours."""
+def test_links_to_unusable_names_are_counted() -> None:
+    """Row 71: a name with a slash in it, and one that reads as a URL. Links to other places do not count."""
     page = """<a href="fine.npy">fine</a> <a href="./1:2.npy">1</a> <a href="./e:f.npy">e</a> <a href="sub%2F">s</a>
     <a href="a%2Fb.npy">1</a> <a href="a%2Fb.npy">again</a> <a href="c:d.npy">2</a> <a href="c:d.npy">again</a>
     <a href="%2Fabs.npy">3</a> <a href="..%2Fup.npy">4</a> <a href="/place/f%2fg/">5</a> <a href="e:f.npy">6</a>
@@ -980,11 +983,11 @@ def test_links_to_names_that_cannot_be_used_are_counted() -> None:
         found = sorted(item.key for listed in store.list() for item in listed)
 
     assert found == ["1:2.npy", "e:f.npy", "fine.npy"]
-    assert store.left_out == {"odd names in an index": 6}
+    assert store.left_out == {"invalid names in an index": 6}
 
 
-def test_links_are_those_of_the_page_that_came() -> None:
-    """Of a folder that is asked for with an empty part, at another spelling of its host, or that lies elsewhere."""
+def test_links_are_resolved_by_the_url_of_the_received_page() -> None:
+    """The folder is requested with an empty path segment or with another spelling of its host, or was redirected."""
     page = b"""<a href="a.npy">a</a> <a href="http://LOCALHOST:%d/place/b.npy">b</a> <a href="/else/c.npy">c</a>
     <a href="/place/d.npy">d</a> <a href="/place/sub/e.npy">e</a> <a href="/other/f.npy">f</a>"""
 
@@ -1012,7 +1015,7 @@ def test_an_object_and_a_folder_of_one_name_are_both_listed() -> None:
     assert sorted(item.key for item in listing(script)) == ["a.npy", "a.npy/a.npy"]
 
 
-def test_links_with_a_query_are_counted_but_for_those_of_the_page_itself() -> None:
+def test_links_with_a_query_are_counted_except_those_of_the_page_itself() -> None:
     page = b"""<a href="a.npy?sig=1">a</a> <a href="b.npy">b</a> <a href="b.npy?download">b</a> <a href="?C=N;O=D">n</a>
     <a href="sub/?C=N">s</a> <a href="/place/?x">p</a> <a href="/login?x">l</a> <a href="x:?y=z">q</a>"""
     with scripted_server(lambda handler: handler.answer(200, page, Content_Type="text/html")) as server:
@@ -1021,7 +1024,7 @@ def test_links_with_a_query_are_counted_but_for_those_of_the_page_itself() -> No
         assert store.left_out == {"links with a query": 1}
 
 
-def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
+def test_an_object_of_unknown_size_is_accepted_if_it_is_complete() -> None:
     assert get(lambda handler: handler.answer(200, BODY), Object("a.npy", -1))[0] == BODY
     with pytest.raises(Unreachable):
         get(lambda handler: handler.answer(200, BODY, Content_Length="102401"), Object("a.npy", -1), SILENT)
@@ -1040,13 +1043,13 @@ def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
         '[{"name":"a","type":"file","size":' + "9" * 5000 + "}]",
     ],
 )
-def test_json_that_is_no_index_is_an_error(body: str) -> None:
+def test_json_without_an_index_is_an_error(body: str) -> None:
     with pytest.raises(SourceError, match="autoindex"):
         listing(lambda handler: handler.answer(200, body.encode(), Content_Type="application/json"))
 
 
-def test_the_json_of_caddy_is_an_index() -> None:
-    """It has folders with a slash, and times as they are not in Last-Modified."""
+def test_the_json_of_caddy_is_read_as_an_index() -> None:
+    """Folders in this JSON end with a slash, and its times differ in form from Last-Modified."""
     files = [("a.npy", 12, False), ("sub/", 4096, True)]
     time = "2025-11-21T01:34:05.123456789+01:00"
 
@@ -1062,7 +1065,7 @@ def test_the_json_of_caddy_is_an_index() -> None:
     assert listing(script) == [Object("a.npy", 12, etag), Object("sub/a.npy", 12, etag)]
 
 
-def test_a_server_whose_json_is_another_is_asked_for_its_page() -> None:
+def test_a_server_with_unknown_json_is_asked_for_its_html_page() -> None:
     def script(handler: Scripted) -> None:
         if "json" in handler.headers["Accept"]:
             handler.answer(200, b'{"files": [{"base": "a.npy", "size": "12 B"}]}', Content_Type="application/json")
@@ -1081,23 +1084,22 @@ def test_hostile_names_in_an_index_are_left_out() -> None:
         found = [item.key for page in store.list() for item in page]
 
     assert found == ["fine.npy"]
-    assert store.left_out == {"odd names in an index": 5, "hidden": 1}
+    assert store.left_out == {"invalid names in an index": 5, "hidden": 1}
 
 
-def test_folders_without_end_are_an_error_and_not_a_loop() -> None:
+def test_endless_folders_are_an_error_and_not_a_loop() -> None:
     """Row 52."""
     body = json.dumps([{"name": "x", "type": "directory"}]).encode()
 
-    with pytest.raises(SourceError, match="inside each other"):
+    with pytest.raises(SourceError, match="64 deep"):
         listing(lambda handler: handler.answer(200, body, Content_Type="application/json"))
 
 
 @pytest.mark.parametrize("kind", ["json", "html"])
-def test_an_index_that_names_an_object_twice_or_in_no_order_lists_each_once_or_says_so(
-    tmp_path: Path, kind: str
-) -> None:
-    """Row 52: the listing on disk is sorted, whatever the server's order; an object that comes twice is an error in
-    JSON, and in a page a second link to the same."""
+def test_an_index_with_duplicate_or_unordered_names_lists_each_once_or_is_an_error(tmp_path: Path, kind: str) -> None:
+    """Row 52: the listing on disk is sorted for any order of the server. A duplicate is an error in JSON; in a page it
+    is a second link to the same object.
+    """
     names = ["b.npy", "a.npy", "c.npy", "a.npy"]
 
     def script(handler: Scripted) -> None:
@@ -1117,7 +1119,7 @@ def test_an_index_that_names_an_object_twice_or_in_no_order_lists_each_once_or_s
     assert [item.key for unit in range(found.units) for item in found.unit(unit)] == ["a.npy", "b.npy", "c.npy"]
 
 
-def test_a_place_without_an_index_says_what_to_do() -> None:
+def test_a_place_without_an_index_is_an_error_with_advice() -> None:
     with pytest.raises(SourceError, match="manifest"):
         listing(lambda handler: handler.answer(200, b"hello", Content_Type="text/plain"))
     with pytest.raises(AccessDenied):
@@ -1130,9 +1132,9 @@ def manifest(text: str | bytes, name: str = "list.txt") -> list[Object]:
         return [item for page in open_store(f"{server.url}/a/{name}").list() for item in page]
 
 
-def test_a_manifest_may_name_another_server_only_where_that_is_allowed() -> None:
+def test_a_manifest_may_name_another_server_only_if_that_is_allowed() -> None:
     with pytest.raises(
-        SourceError, match=r"'https://host/x/c\.npy' is on another server, .*\n.*CACHETOOL_ALLOW_HOSTS=host"
+        SourceError, match=r"'https://host/x/c\.npy' is on another server.*\n.*CACHETOOL_ALLOW_HOSTS=host"
     ):
         manifest("a.npy\nhttps://host/x/c.npy\n")
     with scripted_server(
@@ -1145,14 +1147,14 @@ def test_a_manifest_may_name_another_server_only_where_that_is_allowed() -> None
         assert bytes(open_store(f"{one.url}/a/list.txt").get(item)) == item.key.encode()
 
 
-def test_a_manifest_of_names_and_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_of_names_and_urls_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHETOOL_ALLOW_HOSTS", "host")
     found = manifest("# mine\n\na.npy\r\n./sub/b c.npy\n  https://host/x/c.npy  \n")
 
     assert found == [Object("a.npy", -1), Object("sub/b c.npy", -1), Object("https://host/x/c.npy", -1)]
 
 
-def test_a_manifest_of_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_of_json_lines_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHETOOL_ALLOW_HOSTS", "host")
     lines = [
         {"key": "a.npy", "size": 5, "etag": "x"},
@@ -1194,7 +1196,7 @@ def test_a_manifest_of_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         "https:///x.npy",
     ],
 )
-def test_a_line_that_cannot_be_used_is_named_by_its_number(line: str) -> None:
+def test_an_unusable_line_is_named_by_its_number(line: str) -> None:
     """Rows 71, 86, 87."""
     with pytest.raises(BadObject, match="line 2") as caught:
         manifest(f"fine.npy\n{line}\n")
@@ -1203,12 +1205,12 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["[1]", '"c.bin"', "null", "5", "a.npy"])
-def test_a_line_of_a_jsonl_manifest_that_is_no_object_is_refused(line: str) -> None:
-    with pytest.raises(BadObject, match="line 2: not like"):
+def test_a_line_of_a_jsonl_manifest_that_is_not_an_object_is_refused(line: str) -> None:
+    with pytest.raises(BadObject, match=r"line 2: .*\{"):
         manifest(f'{{"key": "fine.npy"}}\n{line}\n', "list.jsonl")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_key() -> None:
     assert manifest("\ufeffa.npy\nb.npy\n") == [Object("a.npy", -1), Object("b.npy", -1)]
 
 
@@ -1246,16 +1248,16 @@ def test_a_real_folder_is_read_through_both_kinds_of_index(tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("size", [-1, 50])
-def test_an_answer_that_contradicts_itself_about_its_end_is_refused(head: str, size: int) -> None:
+def test_an_answer_with_contradictory_lengths_is_refused(head: str, size: int) -> None:
     answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n32\r\n".encode() + BODY[:50] + b"\r\n0\r\n\r\n"
-    with pytest.raises(BadObject, match="in several ways, or in one unknown, where the body ends"):
+    with pytest.raises(BadObject, match="Content-Length and Transfer-Encoding"):
         get(lambda handler: raw(handler, answer), Object("a.npy", size), limits=QUICK)
 
 
-def test_an_encoding_that_is_said_second_is_seen() -> None:
+def test_a_second_content_encoding_header_is_respected() -> None:
     head = "Content-Encoding: identity\r\nContent-Encoding: gzip\r\nContent-Length: 50"
     answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + BODY[:50]
-    with pytest.raises(BadObject, match="comes with Content-Encoding: gzip"):
+    with pytest.raises(BadObject, match="Content-Encoding: gzip"):
         get(lambda handler: raw(handler, answer), Object("a.npy", -1), limits=QUICK)
 
 
@@ -1267,13 +1269,13 @@ def test_an_encoding_that_is_said_second_is_seen() -> None:
         "Transfer-Encoding: chunked\r\nTransfer-Encoding: Chunked",
     ],
 )
-def test_what_is_said_twice_alike_is_said_once(head: str) -> None:
+def test_identical_duplicate_headers_are_accepted(head: str) -> None:
     body = b"32\r\n" + BODY[:50] + b"\r\n0\r\n\r\n" if "chunked" in head else BODY[:50]
     answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + body
     assert get(lambda handler: raw(handler, answer), Object("a.npy", -1))[0] == BODY[:50]
 
 
-def test_interim_answers_are_passed_over() -> None:
+def test_interim_answers_are_ignored() -> None:
     interim = b"".join(
         f"HTTP/1.1 {code} Wait\r\nLink: </a.css>\r\nContent-Length: 7\r\n\r\n".encode() for code in (100, 103, 102, 103)
     )
@@ -1281,7 +1283,7 @@ def test_interim_answers_are_passed_over() -> None:
     assert get(lambda handler: raw(handler, answer), Object("a.npy", 50))[0] == BODY[:50]
 
 
-def test_interim_answers_without_end_are_given_up() -> None:
+def test_endless_interim_answers_are_an_error() -> None:
     def script(handler: Scripted) -> None:
         with contextlib.suppress(OSError):
             while True:

@@ -1,4 +1,4 @@
-"""What obstore brings of a web server, what it must not be asked for, and how its answers are bounded."""
+"""Objects of a web server that obstore fetches, requests that obstore must not make, and the limits of its answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, SourceError, Unreachable
 from cachetool.stores import Limits, Object, bounded, http_objects, http_pages, open_store
+from cachetool.stores.failures import as_our_error
 from tests.servers import HOST, Http, Scripted, certificates, hub_server, scripted_server
 
 SMALL = bytes(range(256)) * 100
@@ -25,7 +26,7 @@ QUICK = Limits(retry=0.6, throttle=1.2)
 
 @pytest.fixture
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All comes by obstore, or the test fails."""
+    """Make everything use obstore; otherwise the test fails."""
 
     def fetch(*_: object, **__: object) -> None:
         raise AssertionError("the other client was asked")
@@ -40,7 +41,7 @@ def paths(server: Http) -> list[str]:
 @pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("body", [b"", SMALL, LARGE], ids=["empty", "small", "large"])
-def test_an_object_comes_by_obstore_whatever_its_size(body: bytes, *, listed: bool) -> None:
+def test_obstore_fetches_objects_of_any_size(body: bytes, *, listed: bool) -> None:
     with scripted_server(lambda handler: handler.answer(200, body, ETag='"v1"')) as server:
         store = open_store(f"{server.url}/d/")
         for key in ("a b%2e#1?.npy", "é/c.npy"):
@@ -53,7 +54,7 @@ def test_an_object_comes_by_obstore_whatever_its_size(body: bytes, *, listed: bo
 
 
 @pytest.mark.usefixtures("no_pages")
-def test_objects_whose_sizes_no_list_tells_are_asked_for_once_but_the_first_of_the_large_ones() -> None:
+def test_objects_of_unlisted_size_are_requested_once_except_the_first_large_one() -> None:
     bodies = {"small": SMALL, "large": LARGE}
     with scripted_server(lambda handler: handler.answer(200, bodies[handler.path[3:8]])) as server:
         store = open_store(f"{server.url}/d/")
@@ -72,7 +73,7 @@ def test_objects_whose_sizes_no_list_tells_are_asked_for_once_but_the_first_of_t
 
 @pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("length", [100, 2**20 + 5])
-def test_a_part_comes_by_obstore_and_later_parts_are_of_the_same_version(length: int) -> None:
+def test_obstore_fetches_ranges_and_later_ranges_are_of_the_same_version(length: int) -> None:
     version = "one"
 
     def script(handler: Scripted) -> None:
@@ -89,8 +90,8 @@ def test_a_part_comes_by_obstore_and_later_parts_are_of_the_same_version(length:
             store.get_range(Object("a.npy", -1), 10, length)
 
 
-def test_both_clients_read_one_time_of_change_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers write the same time in several ways; obstore tells the time, not its text."""
+def test_both_clients_parse_a_modification_time_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers write the same time in several forms. obstore returns the time, not its text."""
 
     def script(handler: Scripted) -> None:
         handler.answer(206, b"x", Content_Range="bytes 0-0/9", Last_Modified="21 Nov 2025 01:34:00 +0100")
@@ -111,14 +112,14 @@ def test_both_clients_read_one_time_of_change_alike(monkeypatch: pytest.MonkeyPa
     ],
     ids=["an encoding", "chunks", "an odd time"],
 )
-def test_what_obstore_does_not_read_as_it_should_comes_by_the_other_client(about: dict[str, str]) -> None:
+def test_answers_that_obstore_misreads_are_fetched_by_the_other_client(about: dict[str, str]) -> None:
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL) if "Transfer_Encoding" in about else SMALL
     with scripted_server(lambda handler: handler.answer(200, body, **about)) as server:
         assert bytes(open_store(f"{server.url}/d/").get(Object("a.npy", len(SMALL)))) == SMALL
         assert len(server.requests) == 2
 
 
-def test_obstore_is_left_alone_for_a_while_when_nothing_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstore_is_not_used_for_a_while_after_several_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(handler: Scripted) -> None:
         handler.answer(200, b"5\r\nalpha\r\n0\r\n\r\n", Content_Length="", Transfer_Encoding="chunked")
 
@@ -136,15 +137,15 @@ def test_obstore_is_left_alone_for_a_while_when_nothing_comes_of_it(monkeypatch:
 # --- secrets ------------------------------------------------------------------------------------------------------
 
 
-def test_a_redirect_to_another_port_gets_neither_credentials_nor_the_page_it_came_from() -> None:
-    """obstore follows it without a question, and tells in ``Referer`` what was asked for, without user info."""
+def test_a_redirect_to_another_port_gets_neither_credentials_nor_a_referer_with_secrets() -> None:
+    """obstore follows a redirect without asking, and sends the requested URL as ``Referer``, without user info."""
     with (
         scripted_server(lambda handler: handler.answer(200, SMALL)) as other,
         scripted_server(lambda handler: handler.answer(302, Location=f"{other.url}/x")) as first,
     ):
         place = first.url.replace("://", "://user:CANARY@") + "/d/"
         assert bytes(open_store(place).get(Object("a.npy", len(SMALL)))) == SMALL
-        with pytest.raises(SourceError, match="private address"):  # of a URL with a query: not by obstore
+        with pytest.raises(SourceError, match="private address"):  # a URL with a query: not fetched by obstore
             open_store(f"{place}?sig=CANARY").get(Object("a.npy", len(SMALL)))
     assert first.requests[0][1]["Authorization"]
     assert "Authorization" not in other.requests[0][1]
@@ -152,7 +153,7 @@ def test_a_redirect_to_another_port_gets_neither_credentials_nor_the_page_it_cam
     assert len(other.requests) == 1
 
 
-def test_a_redirect_to_another_host_is_judged_before_it_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_to_another_host_is_checked_before_it_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         scripted_server(lambda handler: handler.answer(200, SMALL)) as other,
         scripted_server(lambda handler: handler.answer(302, Location=f"{away}/x")) as first,
@@ -173,7 +174,7 @@ def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch)
         assert len(server.requests) == 1
 
 
-def test_new_credentials_are_used_once_the_old_ones_are_refused(
+def test_new_credentials_are_used_after_the_old_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password old\n")
@@ -195,7 +196,7 @@ def test_new_credentials_are_used_once_the_old_ones_are_refused(
     assert len(asked) == 6
 
 
-def test_a_hub_s_files_come_by_obstore_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstore_fetches_the_hubs_files_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.bin").write_bytes(LARGE)
     with hub_server(tmp_path, token="hf_CANARY") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -214,7 +215,7 @@ def test_a_hub_s_files_come_by_obstore_with_the_token(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[tuple[Http, Path]]:
-    """A server whose certificate is good with the file that is given."""
+    """Start a server whose certificate is valid with the given file."""
     authority, server_pem = certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(server_pem)
@@ -287,7 +288,7 @@ def test_an_endless_answer_in_place_of_an_object_takes_bounded_memory(
     assert most < 1700
 
 
-def test_work_that_takes_too_long_or_too_much_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_take_too_long_or_too_much_memory_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
     async def work() -> None:
@@ -296,15 +297,19 @@ def test_work_that_takes_too_long_or_too_much_is_cancelled(monkeypatch: pytest.M
         finally:
             ended.set()
 
-    with pytest.raises(bounded.TooMuch):
+    with pytest.raises(bounded.TooMuch) as late:
         bounded.awaited(work(), memory=2**30, seconds=0.1)
     assert ended.wait(20)
     ended.clear()
     sizes = iter([0, *[2**31] * 1000])
     monkeypatch.setattr(bounded, "_taken", lambda: next(sizes))
-    with pytest.raises(bounded.TooMuch):
+    with pytest.raises(bounded.TooMuch) as large:
         bounded.awaited(work(), memory=2**30, seconds=60)
     assert ended.wait(20)
+    for caught, limit in ((late, "0.1 s"), (large, "1024 MiB of memory")):
+        error = as_our_error(caught.value, place="s3://b/p", key="k")
+        assert type(error) is SourceError
+        assert str(error).startswith(f"s3://b/p: 'k': the answer takes more than {limit}")
 
 
 def test_a_forked_child_gets_an_error_and_not_a_hang() -> None:

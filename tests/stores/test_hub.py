@@ -1,4 +1,4 @@
-"""The hub of Hugging Face, played by a loopback server: pages, tokens, hashes."""
+"""The Hugging Face hub, simulated by a loopback server: pages, tokens, hashes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def listed(url: str) -> list[str]:
         return sorted(item.key for page in store.list() for item in page)
 
 
-def test_all_pages_are_followed_and_nothing_beside_the_path_is_listed(
+def test_all_pages_are_followed_and_only_names_below_the_path_are_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_server(folder, page=2) as server:
@@ -61,7 +61,7 @@ def test_all_pages_are_followed_and_nothing_beside_the_path_is_listed(
     ],
 )
 @pytest.mark.parametrize("path", ["", "/", "/train", "/train/deep/"])
-def test_revisions_are_written_as_the_hub_writes_them(
+def test_revisions_are_escaped_as_the_hub_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str, path: str
 ) -> None:
     with hub_server(folder, revisions=[urllib.parse.unquote(revision)]) as server:
@@ -78,8 +78,10 @@ def test_revisions_are_written_as_the_hub_writes_them(
 
 
 @pytest.mark.parametrize("revision", ["refs/heads/main", "refs/pr/x", "refs", "refs/convert"])
-def test_other_refs_are_a_revision_and_a_path(folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
-    """As in huggingface_hub: what follows the first slash is the path."""
+def test_other_refs_are_split_into_a_revision_and_a_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    """The text after the first slash is the path, as in huggingface_hub."""
     with hub_server(folder, revisions=["refs/heads/main", "refs/pr/x"]) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         with pytest.raises(NotFound, match=revision):
@@ -95,10 +97,10 @@ def test_other_refs_are_a_revision_and_a_path(folder: Path, monkeypatch: pytest.
         ("data.h5", 6),
     ],
 )
-def test_files_of_many_samples_at_such_a_revision_are_read(
+def test_files_of_many_samples_at_a_revision_under_refs_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, samples: int
 ) -> None:
-    """Also of a repository whose name looks like that of a file."""
+    """The repository's name may look like a file name."""
     (tmp_path / "hub" / "default" / "train").mkdir(parents=True)
     for number in range(2):
         table = pyarrow.table({"x": [1, 2, 3]})
@@ -115,7 +117,7 @@ def test_files_of_many_samples_at_such_a_revision_are_read(
             assert piece.block.columns["x"].tolist() == [1, 2]
 
 
-def test_the_token_goes_to_the_hub_and_into_no_message(
+def test_the_token_is_sent_to_the_hub_and_never_shown(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -134,7 +136,7 @@ def test_the_token_goes_to_the_hub_and_into_no_message(
 
 
 @pytest.mark.parametrize("token", ["hf_CAN\nARY", "hf_CAN ARY", "hf_CAN\u2013ARY", "hf_CAN\xe9ARY", "hf_CAN\udcffARY"])
-def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
+def test_a_token_that_is_invalid_in_a_header_is_refused_and_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -150,10 +152,8 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
 
 
 @pytest.mark.parametrize("key", ["deep/1.txt", "large.bin"])
-def test_bytes_that_are_not_those_of_the_hash_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    """Also when the hub's commit has not moved: a proxy or a mirror may give anything."""
+def test_bytes_that_do_not_match_the_hash_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """The hub's commit may be unchanged: a proxy or a mirror may send anything."""
     with hub_server(folder) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         with contextlib.closing(open_store(URL)) as store:
@@ -169,14 +169,15 @@ def test_bytes_that_are_not_those_of_the_hash_are_refused(
 
 
 @pytest.mark.parametrize("url", ["hf://", "hf://models/a/b", "hf://datasets/owner", "hf://datasets//name"])
-def test_a_url_that_names_no_dataset_is_a_usage_error(url: str) -> None:
+def test_a_url_without_a_dataset_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="hf://datasets/OWNER/NAME"):
         open_store(url)
 
 
 def paged(pages: dict[str, tuple[list[str], str]], base: str = "http://{}") -> contextlib.AbstractContextManager[Http]:
-    """A hub whose pages of names are called by their cursors, the first one by ""; each names the next one, or "",
-    below ``base``."""
+    """Start a hub with pages of names. A page is requested by its cursor, the first one by "". Each page names the
+    cursor of the next one, or "", below ``base``.
+    """
 
     def script(handler: Scripted) -> None:
         path, _, query = handler.path.partition("?")
@@ -199,21 +200,19 @@ def paged(pages: dict[str, tuple[list[str], str]], base: str = "http://{}") -> c
     [({"": (["a.x"], "1"), "1": (["b.x"], "1")}, 2), ({"": (["a.x"], "1"), "1": (["b.x"], "2"), "2": ([], "1")}, 3)],
     ids=["the same token", "a circle"],
 )
-def test_pages_that_lead_back_into_themselves_are_an_error(
+def test_cyclic_pages_are_an_error(
     pages: dict[str, tuple[list[str], str]], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 52: no page is asked for twice."""
+    """Row 52: no page is requested twice."""
     with paged(pages) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        with pytest.raises(SourceError, match="leads back into itself"):
+        with pytest.raises(SourceError, match="repeats itself"):
             listed(URL)
     assert len(server.requests) == 1 + asked
 
 
-def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row 52: what is listed is the same however it was paged."""
+def test_empty_and_unordered_pages_are_followed_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 52: the listing does not depend on the division into pages."""
     found = []
     for number, pages in enumerate(
         (
@@ -229,7 +228,7 @@ def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(
 
 
 def test_a_name_on_two_pages_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 52: a list that moved while it was read, or a hub that repeats itself, is no list."""
+    """Row 52: a list that changed while it was read, or a hub that repeats itself, is refused."""
     with paged({"": (["a.x", "b.x"], "1"), "1": (["b.x", "c.x"], "")}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         with pytest.raises(BadObject, match=r"'b\.x' is listed twice"):
@@ -243,14 +242,14 @@ def test_a_next_page_may_be_named_without_the_host(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("base", ["http://h:99999", "http://[h", "ftp://h", "http://a..b"])
-def test_a_next_page_that_is_no_url_is_the_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+def test_an_invalid_url_of_the_next_page_is_an_error_of_the_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
     with paged({"": (["a.x"], "1")}, base=base) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        with pytest.raises(SourceError, match="a next page of its list that is no URL"):
+        with pytest.raises(SourceError, match="next page of its list is not a URL"):
             listed(URL)
 
 
-def test_an_endpoint_that_no_host_can_be_called_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_with_an_impossible_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://a..b")
     with pytest.raises(UsageError, match="HF_ENDPOINT cannot be used"):
         open_store(URL)

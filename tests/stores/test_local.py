@@ -1,10 +1,11 @@
-"""A folder: what is listed, what is left out, and that nothing outside of it is read."""
+"""A folder: the listed and the left-out names, and no read outside the folder."""
 
 from __future__ import annotations
 
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_hidden_names_and_special_files_are_left_out_and_counted(tmp_path: Path)
         assert listed(tmp_path) == ({"a.npy"}, {"hidden": 2, "special files": 2})
 
 
-def test_links_count_when_they_stay_inside(tmp_path: Path) -> None:
+def test_links_are_followed_if_they_stay_inside(tmp_path: Path) -> None:
     inside, outside = tmp_path / "in", tmp_path / "out"
     for folder in (inside, outside, inside / "sub"):
         folder.mkdir()
@@ -49,23 +50,23 @@ def test_links_count_when_they_stay_inside(tmp_path: Path) -> None:
     assert keys == {"sub/a.npy", "ok.npy"}
     assert left_out["links that lead out of the folder"] == 1
     assert left_out["links to folders"] == 1
-    assert left_out["links to nothing"] == 2
+    assert left_out["broken links"] == 2
     assert bytes(open_local_store(inside).get(Object("ok.npy", 2))) == b"in"
 
 
 @pytest.mark.parametrize(
     "key", ["../out.npy", "/etc/hostname", "a/../../out.npy", "a//b", "./out.npy", "", "nul\0.npy"]
 )
-def test_no_key_reads_outside_of_the_folder(tmp_path: Path, key: str) -> None:
+def test_no_key_reads_outside_the_folder(tmp_path: Path, key: str) -> None:
     (tmp_path / "out.npy").write_bytes(b"x")
     folder = tmp_path / "in"
     (folder / "a").mkdir(parents=True)
 
-    with pytest.raises(BadObject, match="no name of a file below"):
+    with pytest.raises(BadObject, match="not the name of a file below"):
         open_local_store(folder).get(Object(key, 1))
 
 
-def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_to_the_outside_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     folder = tmp_path / "in"
     folder.mkdir()
@@ -77,18 +78,18 @@ def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None
             take(Object("a.npy", 1))
 
 
-def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+def test_a_pipe_or_folder_in_place_of_a_file_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.npy")
     (tmp_path / "b.npy").mkdir()
     store = open_local_store(tmp_path)
 
     for key in ("a.npy", "b.npy"):
         for take in (store.get, store.opened):
-            with pytest.raises(BadObject, match="no regular file"):
+            with pytest.raises(BadObject, match="not a regular file"):
                 take(Object(key, 1))
 
 
-def test_a_file_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.npy"
     path.write_bytes(b"1" * 8)
     store = open_local_store(tmp_path)
@@ -105,15 +106,15 @@ def test_a_file_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypat
         store.get(item)
 
 
-def test_a_file_below_what_is_now_a_file_is_not_found(tmp_path: Path) -> None:
+def test_a_file_whose_folder_became_a_file_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
 
-    with pytest.raises(NotFound, match="not there any more"):
+    with pytest.raises(NotFound, match="does not exist any more"):
         open_local_store(tmp_path).get(Object("a/b.npy", 1))
 
 
 @pytest.mark.parametrize("away", ["empty", "gone"])
-def test_a_folder_that_holds_nothing_any_more_is_no_fault_of_its_objects(tmp_path: Path, away: str) -> None:
+def test_an_emptied_folder_is_a_source_error_and_not_a_bad_object(tmp_path: Path, away: str) -> None:
     folder = tmp_path / "mount"
     folder.mkdir()
     (folder / "a.npy").write_bytes(b"x")
@@ -127,7 +128,7 @@ def test_a_folder_that_holds_nothing_any_more_is_no_fault_of_its_objects(tmp_pat
         store.get(item)
 
 
-def test_a_file_met_without_descriptors_is_not_at_fault_and_neither_is_a_mount(tmp_path: Path) -> None:
+def test_running_out_of_descriptors_or_a_lost_mount_is_not_a_bad_object(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"x")
     store = open_local_store(tmp_path)
     [[item]] = store.list()
@@ -142,12 +143,12 @@ def test_a_file_met_without_descriptors_is_not_at_fault_and_neither_is_a_mount(t
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    assert caught.type is SourceError  # not BadObject, which would leave it out
+    assert caught.type is SourceError  # not BadObject, which would skip the file
     assert bytes(store.get(item)) == b"x"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_access_denied(tmp_path: Path) -> None:
+def test_a_file_without_read_permission_is_access_denied(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub").chmod(0)
     (tmp_path / "a.npy").write_bytes(b"x")
@@ -160,7 +161,25 @@ def test_what_may_not_be_read_is_access_denied(tmp_path: Path) -> None:
         list(store.list())
 
 
-def test_names_that_are_not_utf8_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "sub"])
+def test_a_folder_that_cannot_be_read_is_named_by_its_path(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = tmp_path / folder
+    refused.mkdir(exist_ok=True)
+    scandir = os.scandir
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == refused:
+            raise PermissionError
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(AccessDenied, match=rf"^folder '{refused}' cannot be read: permission denied$"):
+        list(open_local_store(tmp_path).list())
+
+
+def test_names_that_are_not_utf8_are_read_back(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff\xfe.npy"
     Path(os.fsdecode(name)).write_bytes(b"x")
     store = open_store(str(tmp_path))
@@ -171,7 +190,7 @@ def test_names_that_are_not_utf8_come_back(tmp_path: Path) -> None:
     assert bytes(store.get(items[0])) == b"x"
 
 
-def test_a_large_folder_comes_in_batches(tmp_path: Path) -> None:
+def test_a_large_folder_is_listed_in_batches(tmp_path: Path) -> None:
     for number in range(2500):
         (tmp_path / f"{number}.npy").touch()
 

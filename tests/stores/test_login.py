@@ -1,4 +1,4 @@
-"""Credentials that run out: read again when they are refused or near their end, from wherever they come."""
+"""Credentials that expire: they are read again from their place when they are refused or close to their end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEM = Object("00001.cls", 1, "e1")
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    """A credentials file with the keys ``OLD``."""
+    """Create a credentials file with the keys ``OLD``."""
     found = Keys(tmp_path / "keys")
     for name, value in found.env.items():
         monkeypatch.setenv(name, value)
@@ -35,7 +35,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
 def server(
     monkeypatch: pytest.MonkeyPatch, accepts: Callable[[str | None], bool], refuse: str = "ExpiredToken"
 ) -> Http:
-    """A bucket of 20 objects, two on a page, for those keys that it accepts; closed with the test."""
+    """Serve a bucket of 20 objects, two per page, for the accepted keys, until the end of the test."""
     context = scripted_server(lambda handler: answer_s3(handler, 20, accepts=accepts, refuse=refuse, page=2))
     found = context.__enter__()
     monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
@@ -48,7 +48,7 @@ _open: list[object] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> object:
-    """Servers end with their test."""
+    """Close servers at the end of their test."""
     yield
     while _open:
         _open.pop().__exit__(None, None, None)  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def keys_used(http: Http) -> list[str | None]:
         "403",
     ],
 )
-def test_a_request_whose_keys_were_refused_is_made_again_with_those_of_the_file_by_then(
+def test_a_refused_request_is_repeated_with_the_current_keys_of_the_file(
     keys: Keys, monkeypatch: pytest.MonkeyPatch, refuse: str
 ) -> None:
     valid = {"OLD"}
@@ -85,7 +85,7 @@ def test_a_request_whose_keys_were_refused_is_made_again_with_those_of_the_file_
     assert keys_used(http) == ["OLD", "OLD", "NEW", "NEW"]
 
 
-def test_keys_that_run_out_in_the_middle_of_a_long_listing_leave_out_and_double_nothing(
+def test_keys_that_expire_during_a_listing_lose_and_duplicate_no_object(
     keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = itertools.count()
@@ -102,7 +102,9 @@ def test_keys_that_run_out_in_the_middle_of_a_long_listing_leave_out_and_double_
     assert keys_used(http)[3:6] == ["OLD", "OLD", "NEW"]
 
 
-def test_an_empty_file_and_half_of_one_are_waited_for(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_waits_for_an_empty_or_incomplete_credentials_file(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     valid = {"OLD"}
     server(monkeypatch, lambda key: key in valid)
     store = open_store("s3://b/d/")
@@ -118,7 +120,7 @@ def test_an_empty_file_and_half_of_one_are_waited_for(keys: Keys, monkeypatch: p
     assert next(states, None) is None
 
 
-def test_a_refusal_that_other_keys_do_not_mend_ends_in_one_line_without_secrets(
+def test_a_refusal_despite_new_keys_ends_in_one_line_without_secrets(
     keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http = server(monkeypatch, lambda key: False, "AccessDenied")
@@ -138,7 +140,7 @@ def test_a_refusal_that_other_keys_do_not_mend_ends_in_one_line_without_secrets(
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Makes a ``credential_process`` that gives the keys K1, K2, ...; gives the file that counts its runs."""
+    """Create a ``credential_process`` that prints the keys K1, K2, .... Return the file that counts its runs."""
 
     def made(expires: str = "") -> Path:
         runs, script = tmp_path / "runs", tmp_path / "give keys.py"
@@ -156,7 +158,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     return made
 
 
-def test_a_program_that_gives_new_keys_each_time_is_run_whenever_they_are_used_up(
+def test_a_credential_process_is_run_again_when_its_keys_expire(
     program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs, used = program(), dict[str | None, int]()
@@ -172,22 +174,22 @@ def test_a_program_that_gives_new_keys_each_time_is_run_whenever_they_are_used_u
     assert "CANARY" not in "".join(capfd.readouterr())
 
 
-def test_a_program_whose_keys_are_never_taken_is_given_up(
+def test_a_credential_process_whose_keys_are_always_refused_is_an_error(
     program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = program()
     http = server(monkeypatch, lambda key: False)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    with pytest.raises(AccessDenied, match="run out") as caught:
+    with pytest.raises(AccessDenied, match="expired") as caught:
         open_store("s3://b/d/").get(ITEM)
     assert len(runs.read_text()) == len(http.requests) == module.RENEWALS + 1
     assert "CANARY" not in str(caught.value)
 
 
-def test_keys_are_read_again_before_their_end_and_not_at_every_request(
+def test_keys_are_read_again_before_they_expire_and_not_at_every_request(
     program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a program whose clock is wrong: its keys ended long ago, and are taken all the same."""
+    """A program with a wrong clock prints keys that seem to have expired long ago. They are still accepted."""
     runs = program("2001-02-03T04:05:06Z")
     http = server(monkeypatch, lambda key: True)
     store = open_store("s3://b/d/")
@@ -202,7 +204,7 @@ def test_keys_are_read_again_before_their_end_and_not_at_every_request(
     assert keys_used(http) == ["K1"] * 20 + ["K2"] * 20
 
 
-def test_a_program_that_fails_is_named_and_not_quoted(
+def test_a_failing_credential_process_is_named_but_not_quoted(
     program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program()
@@ -217,9 +219,7 @@ def test_a_program_that_fails_is_named_and_not_quoted(
     assert "CANARY" not in str(caught.value)
 
 
-def test_a_token_of_the_hub_that_was_renewed_is_taken_from_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renewed_hub_token_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.bin").write_bytes(b"hello")
     token = tmp_path / "token"
@@ -236,7 +236,7 @@ def test_a_token_of_the_hub_that_was_renewed_is_taken_from_its_file(
         assert bytes(store.get(item)) == b"hello"
 
 
-def test_a_password_that_was_changed_is_taken_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_password_is_read_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
     wanted = ["old"]
@@ -259,14 +259,14 @@ def test_a_password_that_was_changed_is_taken_from_netrc(tmp_path: Path, monkeyp
     assert marks() != before
 
 
-def test_a_server_that_wants_no_password_is_asked_without_one(tmp_path: Path) -> None:
+def test_a_server_that_needs_no_password_gets_none(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"hello")
     with folder_server(tmp_path) as http:
         assert bytes(open_store(f"{http.url}/").get(Object("a", 5))) == b"hello"
     assert all("Authorization" not in headers for _, headers in http.requests)
 
 
-def test_a_signature_of_azure_that_was_renewed_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewed_azure_signature_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(handler: Scripted) -> None:
         if "sig=NEW" in handler.path:
             handler.answer(200, b"hello", ETag='"abc"', Last_Modified="Fri, 21 Nov 2025 00:34:00 GMT")
@@ -285,7 +285,7 @@ def test_a_signature_of_azure_that_was_renewed_is_taken_from_the_environment(mon
         assert bytes(store.get(Object("a", 5, "abc"))) == b"hello"
 
 
-def test_a_service_account_of_google_that_was_replaced_is_taken_from_its_file(
+def test_a_replaced_google_service_account_is_read_from_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cryptography.hazmat.primitives import serialization

@@ -1,8 +1,9 @@
-"""Schemes that fsspec serves, when it is installed and knows them."""
+"""Schemes that fsspec serves, if it is installed and knows them."""
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import uuid
 
@@ -37,7 +38,7 @@ class Failing:
         raise self.error
 
 
-def test_without_fsspec_an_unknown_scheme_says_what_would_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsspec_an_unknown_scheme_names_the_package_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
 
     with pytest.raises(UsageError, match="pip install fsspec"):
@@ -45,7 +46,9 @@ def test_without_fsspec_an_unknown_scheme_says_what_would_serve_it(monkeypatch: 
 
 
 @pytest.mark.parametrize(("url", "module"), [("smb://u:CANARY@h/a", "smbprotocol")])
-def test_a_package_that_fsspec_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch, url: str, module: str) -> None:
+def test_a_package_that_fsspec_lacks_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     for name in ("fsspec.implementations.sftp", "fsspec.implementations.smb"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -68,7 +71,7 @@ def test_a_package_that_fsspec_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch
         (type("AuthenticationException", (Exception,), {})("no"), AccessDenied),
     ],
 )
-def test_whatever_fsspec_raises_becomes_one_of_our_errors(error: Exception, kind: type[CacheToolError]) -> None:
+def test_every_exception_of_fsspec_becomes_an_error_of_cachetool(error: Exception, kind: type[CacheToolError]) -> None:
     store = FsspecStore(Failing(error), "/root", "x://host/root")
 
     for attempt in (lambda: list(store.list()), lambda: store.get(Object("a.npy", 1))):
@@ -78,7 +81,7 @@ def test_whatever_fsspec_raises_becomes_one_of_our_errors(error: Exception, kind
         assert "\n" not in str(caught.value)
 
 
-def test_a_body_of_another_length_is_refused() -> None:
+def test_a_body_of_the_wrong_length_is_refused() -> None:
     import fsspec
 
     system = fsspec.filesystem("memory")
@@ -90,13 +93,35 @@ def test_a_body_of_another_length_is_refused() -> None:
             store.get(Object("a.npy", 4))
 
 
+def test_a_forked_child_gets_an_error_and_not_the_connections_of_its_parent() -> None:
+    script = """
+import os, sys
+from cachetool.core.errors import CacheToolError
+from cachetool.stores import Object, open_store
+store = open_store("memory://a")
+item = Object("x", 1)
+if os.fork() == 0:
+    failed = 0
+    for attempt in (lambda: list(store.list()), lambda: store.find("x"), lambda: store.get(item)):
+        try:
+            attempt()
+        except CacheToolError as error:
+            failed += "memory://a" in str(error) and "forked" in str(error)
+    list(open_store("memory://").list())
+    os._exit(failed)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize("marker", ["", "/"])
 @pytest.mark.parametrize("root", ["", "a"])
-def test_keys_are_those_below_the_path_whether_paths_begin_with_a_slash_or_not(marker: str, root: str) -> None:
+def test_keys_are_relative_to_the_path_with_and_without_a_leading_slash(marker: str, root: str) -> None:
     files = {f"{marker}{name}": name.encode() for name in ("a/1.txt", "a/a/2.txt", "b/1.txt", "top.txt", "xtop.txt")}
 
     class Plain:
-        """As people write one: the names it was made with, and nothing else."""
+        """A minimal file system: the names that it was created with, and no other methods."""
 
         def exists(self, path: str) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""No secret and no terminal control code leaves as text."""
+"""No secret and no terminal control code is shown."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def test_a_url_is_shown_without_user_info_query_and_control_codes(url: str, show
         f"<AWSAccessKeyId>x</AWSAccessKeyId> password: {CANARY}",
     ],
 )
-def test_a_message_is_quoted_without_what_looks_like_a_secret(text: str) -> None:
+def test_a_message_is_quoted_without_text_that_looks_like_a_secret(text: str) -> None:
     assert CANARY not in scrub(text)
     assert "***" in scrub(text) or "host/a" in scrub(text) or "windows.net/c" in scrub(text)
 
 
 @pytest.mark.parametrize("name", SECRET_VARIABLES)
-def test_no_value_of_a_credential_variable_survives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_credential_variables_are_removed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "wh/at+ever=")
 
     assert scrub("it said wh/at+ever= or wh%2Fat%2Bever%3D or wh/at%2Bever%3D.") == "it said *** or *** or ***."
 
 
 @given(st.text())
-def test_what_is_shown_can_be_printed(text: str) -> None:
+def test_shown_text_can_be_printed(text: str) -> None:
     assert redact(text).isprintable()
     assert scrub(text).isprintable()
 
@@ -131,13 +131,13 @@ SIGNED = "sv=2024-11-04&se=2026-01-01&sr=c&sp=rl&sig="
         (f"https://h/d?{SIGNED}a", "https://h/d", False),
     ],
 )
-def test_a_source_is_the_same_when_only_its_signature_is_another(one: str, other: str, *, same: bool) -> None:
+def test_a_url_with_another_signature_is_the_same_source(one: str, other: str, *, same: bool) -> None:
     assert (canonical(one) == canonical(other)) is same
 
 
 @pytest.mark.parametrize("query", ["token=1", "X-Amz-Date=1&X-Amz-Signature=a", SIGNED])
-def test_what_is_shown_of_a_signed_url_is_not_taken_for_it(query: str) -> None:
-    """A repair knows the shown form only."""
+def test_the_shown_form_of_a_signed_url_is_not_the_same_source(query: str) -> None:
+    """A repair knows only the shown form."""
     url = f"https://h/d/?{query}"
 
     assert canonical(redact(url)) != canonical(url)

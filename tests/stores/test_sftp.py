@@ -1,4 +1,4 @@
-"""SFTP: whom it trusts, what it offers, and that a broken connection is made anew."""
+"""SFTP: the trusted servers, the offered keys, and reconnecting after a broken connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.servers import HOST, free_port, sftp_server
 QUICK = Limits(connect=2, silence=2, retry=1)
 LARGE = os.urandom(5 * 2**20)
 CUT = 5 * 2**19
-"""Two parts and a half, of the size in which a file is read."""
+"""Two and a half times the size of one read."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the store's clock is ahead; pauses are added."""
+    """Return a list of the seconds by which the store's clock is ahead; pauses are added."""
     ahead: list[float] = []
 
     class Clock:
@@ -55,10 +55,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("known", ["none", "another", "another algorithm"])
-def test_a_server_whose_key_is_not_known_is_refused_at_once(
+def test_a_server_with_an_unknown_key_is_refused_at_once(
     home: Path, folder: Path, known: str, late: list[float]
 ) -> None:
-    """It may be new, or somebody else in its place: what to do is said for both."""
+    """The server may be new, or an impostor. The error has advice for both."""
     with sftp_server(folder, home) as url, contextlib.closing(open_store(url)) as store:
         port = url.rpartition(":")[2]
         kind = {"another": "ssh-ed25519", "another algorithm": "ecdsa-sha2-nistp256"}.get(known)
@@ -67,16 +67,16 @@ def test_a_server_whose_key_is_not_known_is_refused_at_once(
         with pytest.raises(AccessDenied) as caught:
             list(store.list())
 
-    assert str(caught.value) == (
-        f"{store.url}: the key that {HOST} shows is not in ~/.ssh/known_hosts; if the server is new, connect once with:"
-        f" ssh -p {port} {HOST}\n"
-        "if it was known, its key was changed, or somebody else answers in its place: ask whoever runs it"
-    )
+    line, otherwise = str(caught.value).splitlines()
+    assert line.startswith(f"{store.url}: ")
+    assert "~/.ssh/known_hosts" in line
+    assert line.endswith(f" connect once with: ssh -p {port} {HOST}")
+    assert "the key has changed" in otherwise
     assert late == []
 
 
-def test_of_several_keys_of_a_server_one_known_is_enough(home: Path, folder: Path) -> None:
-    """The server has a key of an algorithm that is preferred to that of the known one."""
+def test_one_known_key_of_several_is_enough(home: Path, folder: Path) -> None:
+    """The server has a key of an algorithm that is preferred over that of the known key."""
     with (
         sftp_server(folder, home, more_keys=("ssh-ed448", "ecdsa-sha2-nistp256", "ssh-rsa")) as url,
         contextlib.closing(open_store(url)) as store,
@@ -85,8 +85,10 @@ def test_of_several_keys_of_a_server_one_known_is_enough(home: Path, folder: Pat
 
 
 @pytest.mark.usefixtures("late")
-def test_a_server_with_no_algorithm_in_common_is_not_asked_until_the_limit(home: Path, folder: Path) -> None:
-    """It hangs up as well, and where that is seen first, the connection was lost: that alone is tried again."""
+def test_a_server_without_a_common_algorithm_is_not_retried_until_the_limit(home: Path, folder: Path) -> None:
+    """The server also disconnects. If the client sees that first, the connection counts as lost, and only that is
+    retried.
+    """
     with sftp_server(folder, home) as url, contextlib.closing(open_store(url)) as store:
         (home / ".ssh" / "config").write_text("Ciphers aes128-cbc\n")
         with pytest.raises(SourceError, match="No matching encryption algorithm") as caught:
@@ -98,7 +100,7 @@ def test_a_user_without_a_key_is_refused_in_one_line(home: Path, folder: Path) -
     with sftp_server(folder, home) as url:
         (home / ".ssh" / "id_ed25519").unlink()
         with contextlib.closing(open_store(url.replace("user@", "user:CANARY@"), limits=QUICK)) as store:
-            with pytest.raises(AccessDenied, match="takes none of the keys") as caught:
+            with pytest.raises(AccessDenied, match="none of the keys") as caught:
                 list(store.list())
             assert "CANARY" not in f"{caught.value}{store.url}"
             assert "\n" not in str(caught.value)
@@ -114,7 +116,7 @@ def test_the_configuration_of_ssh_is_respected(home: Path, folder: Path) -> None
             assert [item.key for page in store.list() for item in page] == ["a.npy"]
 
 
-def test_a_connection_that_breaks_is_made_anew(home: Path, folder: Path) -> None:
+def test_a_broken_connection_is_opened_again(home: Path, folder: Path) -> None:
     with sftp_server(folder, home) as url, contextlib.closing(open_store(url)) as store:
         item = store.find("a.npy")
         store._connection.abort()  # type: ignore[attr-defined]  # as a router does that forgot it
@@ -124,8 +126,9 @@ def test_a_connection_that_breaks_is_made_anew(home: Path, folder: Path) -> None
 
 @contextlib.contextmanager
 def cutting(url: str, home: Path, cut: Callable[[], None], *, ends: bool = True) -> Iterator[str]:
-    """Another way to the server at ``url``: each connection ends after :data:`CUT` bytes, with a call of ``cut``;
-    without ``ends`` it goes on after the call."""
+    """Return another URL for the server at ``url``. Each connection ends after :data:`CUT` bytes with a call of
+    ``cut``; without ``ends`` it continues after the call.
+    """
     behind = int(url.rpartition(":")[2])
 
     class Cut(socketserver.BaseRequestHandler):
@@ -142,7 +145,7 @@ def cutting(url: str, home: Path, cut: Callable[[], None], *, ends: bool = True)
                     cut()
                 while not ends and (came := server.recv(65536)):
                     self.request.sendall(came)
-                self.request.shutdown(socket.SHUT_WR)  # what was sent still arrives, unlike after close
+                self.request.shutdown(socket.SHUT_WR)  # sent bytes still arrive, unlike after close
 
         def ask(self, server: socket.socket) -> None:
             with contextlib.suppress(OSError):
@@ -163,8 +166,8 @@ def cutting(url: str, home: Path, cut: Callable[[], None], *, ends: bool = True)
             thread.join()
 
 
-def test_a_long_read_that_breaks_goes_on_where_it_stopped(home: Path, folder: Path, late: list[float]) -> None:
-    """Each connection lasts longer than ``retry``, of which only the time without progress counts."""
+def test_a_long_broken_read_continues_where_it_stopped(home: Path, folder: Path, late: list[float]) -> None:
+    """Each connection lasts longer than ``retry``, which only limits the time without progress."""
     (folder / "a.npy").write_bytes(LARGE)
     cuts: list[int] = []
 
@@ -182,7 +185,7 @@ def test_a_long_read_that_breaks_goes_on_where_it_stopped(home: Path, folder: Pa
         assert bytes(store.get_range(store.find("a.npy"), 100, 2**22)) == LARGE[100 : 100 + 2**22]
 
 
-def test_a_read_that_breaks_and_is_too_slow_is_given_up(home: Path, folder: Path, late: list[float]) -> None:
+def test_a_broken_read_that_is_too_slow_is_an_error(home: Path, folder: Path, late: list[float]) -> None:
     (folder / "a.npy").write_bytes(LARGE)
     with (
         sftp_server(folder, home) as direct,
@@ -194,8 +197,10 @@ def test_a_read_that_breaks_and_is_too_slow_is_given_up(home: Path, folder: Path
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_parts_of_two_versions_are_never_put_together(home: Path, folder: Path, *, listed: bool) -> None:
-    """Replaced by a file of the same size when the connection breaks; without an ETag the new one is as good."""
+def test_parts_of_two_versions_are_never_combined(home: Path, folder: Path, *, listed: bool) -> None:
+    """The file is replaced by one of the same size when the connection breaks. Without an ETag the new file is accepted
+    whole.
+    """
     (folder / "a.npy").write_bytes(LARGE)
     new = LARGE[::-1]
 
@@ -217,7 +222,7 @@ def test_parts_of_two_versions_are_never_put_together(home: Path, folder: Path, 
 
 
 @pytest.mark.parametrize("way", ["rewritten", "longer", "shorter"])
-def test_a_file_that_is_written_to_while_it_is_read_is_refused(home: Path, folder: Path, way: str) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(home: Path, folder: Path, way: str) -> None:
     (folder / "a.npy").write_bytes(LARGE)
     os.utime(folder / "a.npy", (10**9, 10**9))
 
@@ -238,7 +243,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(home: Path, folde
             store.get(item)
 
 
-def test_nobody_there_is_said_within_the_time_given(home: Path) -> None:
+def test_a_missing_server_is_an_error_within_the_time_limit(home: Path) -> None:
     with (
         contextlib.closing(open_store(f"sftp://127.0.0.1:{free_port()}/x", limits=QUICK)) as store,
         pytest.raises(Unreachable, match=r"sftp://127\.0\.0\.1.*times in"),
@@ -261,7 +266,7 @@ def test_without_asyncssh_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("url", ["sftp://", "sftp:///path", "sftp://host:port/x", "sftp://host/x?y=z", "sftp://a..b/e"])
-def test_a_url_that_names_no_place_is_a_usage_error(url: str) -> None:
+def test_a_url_without_a_host_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError):
         open_store(url)
 
@@ -274,7 +279,9 @@ def test_user_and_password_that_cannot_be_sent_are_refused_and_not_shown(user: s
 
 
 def lying(size: int | None = 0, **lies: object) -> type[asyncssh.SFTPServer]:
-    """A server that says another size of each file (by so much more; None: no size), and else has these methods."""
+    """Return a server that reports a wrong size of each file (by ``size`` bytes more; None: no size), and has these
+    other methods.
+    """
 
     def attributes(found: os.stat_result | asyncssh.SFTPAttrs) -> asyncssh.SFTPAttrs:
         about = asyncssh.SFTPAttrs.from_local(found) if isinstance(found, os.stat_result) else found
@@ -297,7 +304,7 @@ def lying(size: int | None = 0, **lies: object) -> type[asyncssh.SFTPServer]:
 
 
 def entries(mode: int, *names: bytes, endless: bool = False) -> Callable[..., AsyncIterator[asyncssh.SFTPName]]:
-    """A ``scandir`` that finds these names in every folder, again and again with ``endless``."""
+    """Return a ``scandir`` that lists these names in every folder, repeatedly with ``endless``."""
 
     async def scandir(self: asyncssh.SFTPServer, path: bytes) -> AsyncIterator[asyncssh.SFTPName]:
         while True:
@@ -329,7 +336,7 @@ def test_a_file_of_a_lying_server_is_refused(
             store.get(item)
 
 
-def test_reads_that_are_shorter_than_asked_for_are_gone_on_with(home: Path, folder: Path) -> None:
+def test_short_reads_are_continued(home: Path, folder: Path) -> None:
     def read(self: asyncssh.SFTPServer, file: object, offset: int, size: int) -> bytes:
         return bytes(asyncssh.SFTPServer.read(self, file, offset, min(size, 3)))  # type: ignore[arg-type]
 
@@ -339,7 +346,7 @@ def test_reads_that_are_shorter_than_asked_for_are_gone_on_with(home: Path, fold
         assert bytes(store.get(item)) == b"alpha"
 
 
-def test_names_of_a_lying_server_lead_to_no_other_folder(home: Path, folder: Path) -> None:
+def test_names_from_a_lying_server_reach_no_other_folder(home: Path, folder: Path) -> None:
     names = (b"../../etc/passwd", b"a/../../b", b"x\0y", b".", b"..", b"ok.npy")
     asked: list[bytes] = []
 
@@ -361,12 +368,12 @@ def test_names_of_a_lying_server_lead_to_no_other_folder(home: Path, folder: Pat
 @pytest.mark.parametrize(
     ("listing", "error"),
     [
-        (entries(stat.S_IFDIR | 0o755, b"d"), "more than 64 folders inside each other"),
+        (entries(stat.S_IFDIR | 0o755, b"d"), "more than 64 deep"),
         (entries(stat.S_IFREG | 0o644, b"f.npy", endless=True), "no answer in time"),
     ],
     ids=["folders in folders", "an endless folder"],
 )
-def test_a_listing_without_an_end_is_given_up(
+def test_an_endless_listing_is_an_error(
     home: Path, folder: Path, listing: Callable[..., AsyncIterator[asyncssh.SFTPName]], error: str
 ) -> None:
     limits = Limits(connect=2, silence=2, retry=1, listing=2)

@@ -1,4 +1,4 @@
-"""What progress tells of requests: how many are in flight, how many were sent again."""
+"""Requests in the progress: the number in flight, and the number that were repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cachetool.stores import Object, open_store, traffic
 from tests.servers import Scripted, scripted_server
 
 
-def test_requests_are_in_flight_while_they_are_worked_on() -> None:
+def test_requests_count_as_in_flight_until_they_are_answered() -> None:
     gate, begun = threading.Event(), threading.Semaphore(0)
 
     def work(task: int, stop: threading.Event) -> int:
@@ -38,7 +38,7 @@ def test_requests_are_in_flight_while_they_are_worked_on() -> None:
     assert traffic.in_flight() == 0
 
 
-def test_a_request_that_is_sent_again_is_counted() -> None:
+def test_a_repeated_request_is_counted() -> None:
     def script(handler: Scripted) -> None:
         handler.answer(500 if handler.number <= 2 else 200, b"x" * 10)
 
@@ -49,10 +49,10 @@ def test_a_request_that_is_sent_again_is_counted() -> None:
     assert traffic.retries() - before == 2
 
 
-def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any(
+def test_a_worker_reports_changes_while_no_samples_arrive_and_is_silent_without_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pull that waits for hours for room must not write a line a second."""
+    """A pull that waits for hours for space must not write a line per second."""
     told: list[dict[str, Any]] = []
     first, last = threading.Event(), threading.Event()
 
@@ -71,8 +71,8 @@ def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any
     assert [message["flying"] for message in told] == [1, 0]
 
 
-def test_bytes_that_came_are_told_before_samples_are_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow line a block takes a minute: what came of it is shown meanwhile, without what was looked at before."""
+def test_received_bytes_are_reported_before_their_samples_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block takes a minute on a slow line: its received bytes are shown meanwhile, without those of the probe."""
     told: list[dict[str, Any]] = []
     all_there = threading.Event()
 

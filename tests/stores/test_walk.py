@@ -1,4 +1,6 @@
-"""What a walk through folders leaves out, on a disk and over SFTP; in a Zarr nothing is read as fill values for it."""
+"""Names that a walk through folders leaves out, on a disk and over SFTP. In a Zarr they are never read as fill
+values.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def url(request: pytest.FixtureRequest, place: Path, tmp_path: Path, monkeypatch
 
 
 def ocean(folder: Path, version: int) -> None:
-    """Two arrays in chunks of two rows, one of them in a group."""
+    """Write two arrays in chunks of two rows, one of them in a group."""
     group = zarr.open_group(folder, mode="w", zarr_format=version)  # type: ignore[arg-type]
     for name in ("a", "deep/b"):
         group.create_array(name, shape=(8, 4), chunks=(2, 4), dtype="i4")[...] = VALUES
@@ -63,7 +65,7 @@ def to_a_pipe(chunk: Path, aside: Path) -> None:
     os.mkfifo(chunk)
 
 
-def test_names_that_are_left_out_survive_json_whatever_they_are() -> None:
+def test_any_left_out_names_can_be_written_as_json() -> None:
     left_out = LeftOut({"hidden": 2})
     for number in range(MAX_NAMED + 3):
         left_out.add("..." if number == 0 else f"{number}", "links", "a link")
@@ -79,17 +81,17 @@ def test_names_that_are_left_out_survive_json_whatever_they_are() -> None:
 @pytest.mark.parametrize(
     ("version", "chunk"), [(3, "deep/b/c/2"), (3, "a/c/2/0"), (3, "a/c"), (2, "a/1.0"), (2, "deep/b/3.0")]
 )
-def test_links_in_the_place_of_chunks_are_refused(
+def test_links_in_place_of_chunks_are_refused(
     version: int, chunk: str, odd: Callable[[Path, Path], None], place: Path, url: str, tmp_path: Path
 ) -> None:
     ocean(place / "ocean.zarr", version)
     odd(place / "ocean.zarr" / chunk, tmp_path)
 
-    with pytest.raises(BadObject, match=rf"'ocean\.zarr/{chunk}' is one of (links|special).*\nput the file"):
+    with pytest.raises(BadObject, match=rf"'ocean\.zarr/{chunk}' .*(links|special).*\nreplace it by a regular file"):
         list(open_store(url).list())
 
 
-def test_a_link_is_not_left_out_because_the_metadata_could_not_be_asked_for(
+def test_a_link_in_a_zarr_is_not_left_out_when_its_metadata_is_unreachable(
     place: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ocean(place / "ocean.zarr", 3)
@@ -105,13 +107,13 @@ def test_a_link_is_not_left_out_because_the_metadata_could_not_be_asked_for(
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_links_that_are_no_chunks_are_left_out(version: int, place: Path, url: str) -> None:
+def test_links_that_are_not_chunks_are_left_out(version: int, place: Path, url: str) -> None:
     ocean(place / "run7.zarr", version)
     whole = {item.key for page in open_store(url).list() for item in page}
     (place / "latest.zarr").symlink_to("run7.zarr")
     (place / "run7.zarr" / "a" / "README.md").symlink_to("/nowhere/README.md")
     (place / "run7.zarr" / "b").symlink_to("a")
-    (place / "run7.zarr" / "0").symlink_to("a")  # in a group, where no chunks are
+    (place / "run7.zarr" / "0").symlink_to("a")  # in a group, which has no chunks
     os.mkfifo(place / "pipe")
     store = open_store(url)
 
@@ -119,8 +121,8 @@ def test_links_that_are_no_chunks_are_left_out(version: int, place: Path, url: s
     assert sum(store.left_out.values()) == 5
 
 
-def test_links_are_followed_when_asked_and_named_when_not(place: Path, url: str) -> None:
-    """Over SFTP no link is followed unasked: only the server knows where it leads."""
+def test_links_are_followed_on_request_and_named_otherwise(place: Path, url: str) -> None:
+    """Over SFTP a link is followed only on request, because only the server knows its target."""
     (place / "sub").mkdir()
     (place / "sub" / "a.npy").write_bytes(b"abc")
     for name, target in {"ok.npy": "sub/a.npy", "circle.npy": "circle.npy", "gone.npy": "x", "dir.npy": "sub"}.items():
@@ -138,10 +140,8 @@ def test_links_are_followed_when_asked_and_named_when_not(place: Path, url: str)
     assert not keys & named
 
 
-def test_a_hidden_folder_that_may_not_be_entered_is_left_out(
-    place: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of another user; nothing in it is asked for, and where it might be of a Zarr the answer is no."""
+def test_a_hidden_folder_without_permission_is_left_out(place: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may belong to another user: nothing in it is requested, and it counts as not part of a Zarr."""
 
     def refused(self: asyncssh.SFTPServer, path: bytes) -> None:
         if b".private/" in path:

@@ -1,4 +1,4 @@
-"""Runs one cell of the table of trainers and cases: a script of ``scripts/`` as one process, or as two ranks."""
+"""Runs one cell of the table of trainers and cases: a script of ``scripts/`` as one process or as two ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class Trained:
-    """What a cell trained."""
+    """The record of the training in a cell."""
 
     ranks: list[dict[str, Any]]
     """The record of each rank: see :class:`tests.trainers.growing.Record`."""
     stderr: str
     more: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Records of other names, such as of the validation."""
+    """Records with other names, such as that of the validation."""
 
     def epochs(self, name: str = "record") -> list[tuple[int, int]]:
-        """Distinct samples that all ranks trained in each epoch of the trainer, and how often any came again."""
+        """Return the distinct samples that all ranks trained in each epoch of the trainer, and the number of repeated
+        ones.
+        """
         records = self.ranks if name == "record" else self.more[name]
         numbers = sorted({int(number) for record in records for number in record["epochs"]})
         out = []
@@ -39,7 +41,9 @@ class Trained:
         return out
 
     def passes(self, name: str = "record") -> list[tuple[int, int, int]]:
-        """For each pass of the loader: samples of its snapshot, distinct samples trained, how often any came again."""
+        """Return, for each pass of the loader, the samples of its snapshot, the distinct trained ones, and the repeated
+        ones.
+        """
         records = self.ranks if name == "record" else self.more[name]
         ids: dict[int, list[int]] = {}
         snapshots: dict[int, int] = {}
@@ -55,7 +59,7 @@ class Trained:
 
     @property
     def warnings(self) -> list[str]:
-        """The lines that cachetool wrote to stderr about epochs that were cut or samples sharded twice."""
+        """Return cachetool's lines on stderr about epochs that were cut or samples that were divided twice."""
         return [line for line in self.stderr.splitlines() if line.startswith("cachetool: ")]
 
 
@@ -63,7 +67,7 @@ Cell = Callable[..., Trained]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a port of the loopback interface without a listener."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]
@@ -71,9 +75,9 @@ def free_port() -> int:
 
 
 def completed(command: Sequence[str], *, environment: dict[str, str], folder: Path, seconds: float) -> tuple[str, str]:
-    """Run a program and return what it wrote to stdout and stderr. Fails where it does, or takes too long.
+    """Run a program and return its stdout and stderr. Fail if it fails or takes too long.
 
-    A launcher is ended by SIGTERM, because a killed one leaves its ranks behind.
+    A launcher is ended by SIGTERM, because a killed launcher leaves its ranks running.
     """
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -92,7 +96,7 @@ def completed(command: Sequence[str], *, environment: dict[str, str], folder: Pa
 
 @pytest.fixture
 def cell(tmp_path: Path) -> Cell:
-    """Run ``scripts/NAME.py CASE FOLDER``; with ``ranks`` by torchrun. Fails with the output where the script does."""
+    """Run ``scripts/NAME.py CASE FOLDER``, with ``ranks`` by torchrun. Fail with the output if the script fails."""
 
     def run(
         name: str,

@@ -1,4 +1,4 @@
-"""Runs an example as its first lines say: as one process, or as two ranks of torchrun."""
+"""Runs an example as its docstring says: as one process, or as two ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.trainers.conftest import REPOSITORY, completed
 
 
 def run_example(name: str, folder: Path, *, ranks: int = 1) -> str:
-    """Return what ``examples/NAME`` prints; it must succeed, and print no warning of cachetool."""
+    """Return the output of ``examples/NAME``, which must succeed without a warning of cachetool."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     said, warned = completed(
         [sys.executable, *(launcher if ranks > 1 else []), str(REPOSITORY / "examples" / name), str(folder / "work")],

@@ -1,7 +1,7 @@
-"""A cache that grows while a trainer runs, and a record of what was trained; used by the scripts beside this module.
+"""A cache that grows while a trainer runs, and a record of the trained samples; used by the scripts of this folder.
 
-A script is one cell of the table of trainers and cases: it is run as a process of its own, or as two ranks, trains with
-a real trainer on a cache of numbered samples, and writes what each epoch trained as one JSON file a rank.
+A script is one cell of the table of trainers and cases. It runs as one process or two ranks, trains with a real trainer
+on a cache of numbered samples, and writes the samples of each epoch as one JSON file per rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SCHEMA = Schema(
         Field("ragged", "<f4", (None, None)),
     )
 )
-"""One field of each kind, as a pull of somebody's data has them."""
+"""One field of each kind, as in a typical pull."""
 FIXED = ["id", "x", "y"]
 """The fields that every trainer stacks."""
 FIRST, STEP, LAST = 96, 48, 240
-"""Samples of the cache at first, those that come during an epoch, and those in the end."""
+"""Samples of the cache at the start, samples added during each epoch, and samples at the end."""
 BATCH = 16
 
 
@@ -64,7 +64,7 @@ def put(cache: CacheDir, start: int, stop: int, *, format: str = "lmdb") -> None
 
 
 def fill(folder: Path | str, samples: int = FIRST, *, format: str = "lmdb") -> str:
-    """Make a cache of so many samples in ``folder``; returns its path."""
+    """Create a cache of ``samples`` samples in ``folder``. Return its path."""
     with open_cache(folder, max_size="50MB") as cache:
         for start in range(0, samples, STEP):
             put(cache, start, min(start + STEP, samples), format=format)
@@ -72,7 +72,7 @@ def fill(folder: Path | str, samples: int = FIRST, *, format: str = "lmdb") -> s
 
 
 def grow(folder: Path | str, by: int = STEP, *, most: int = LAST, format: str = "lmdb") -> int:
-    """Add so many samples, up to ``most`` in all; returns how many there are then. Only rank 0 may call it."""
+    """Add ``by`` samples, up to ``most`` in all. Return the new total. Only rank 0 may call it."""
     with open_cache(folder, create=False) as cache:
         there = sum(shard.samples for shard in cache.shards())
         if there < most:
@@ -81,15 +81,15 @@ def grow(folder: Path | str, by: int = STEP, *, most: int = LAST, format: str = 
 
 
 class Record:
-    """What was trained, epoch by epoch, and how many samples the snapshot of each epoch had."""
+    """The trained samples, epoch by epoch, and the number of samples in the snapshot of each epoch."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader = getattr(loader, "loader", loader)  # of a view of epochs_of()
+        self._loader = getattr(loader, "loader", loader)  # of a view from epochs_of()
         self.epochs: dict[int, dict[str, Any]] = {}
         self.extra: dict[str, Any] = {}
 
     def saw(self, epoch: int, ids: Any) -> int:
-        """These samples were trained in the trainer's epoch number ``epoch``; returns how many there are of it."""
+        """Record samples that were trained in the trainer's epoch ``epoch``. Return how many this epoch has so far."""
         progress = self._loader._progress
         row = self.epochs.setdefault(epoch, {"ids": [], "passes": {}})
         row["ids"] += [int(number) for number in ids]
@@ -99,6 +99,6 @@ class Record:
         return len(row["ids"])
 
     def write(self, folder: Path | str, rank: int | None = None, name: str = "record") -> None:
-        """Write it beside the cache, one file a rank."""
+        """Write the record beside the cache, one file per rank."""
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         Path(folder, f"{name}-{rank}.json").write_text(json.dumps({"epochs": self.epochs, **self.extra}))

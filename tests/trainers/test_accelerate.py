@@ -1,7 +1,7 @@
 """A loop with Accelerate, with one rank and with two.
 
-``skip_first_batches(loader, n)`` cannot be right from outside: it makes a new DataLoader of ``loader.dataset``. Its
-AttributeError is asserted here; ``register_for_checkpointing(loader)`` does what it is for.
+``skip_first_batches(loader, n)`` cannot work: it creates a new DataLoader of ``loader.dataset``. A test asserts its
+AttributeError; ``register_for_checkpointing(loader)`` serves the same purpose.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 
 def whole(trained: Trained, name: str = "record") -> list[int]:
-    """Sizes of the snapshots of all passes, each of which was trained whole, no sample twice."""
+    """Return the sizes of the snapshots of all passes. Assert that each pass was complete and no sample repeated."""
     passes = trained.passes(name)
     assert [(distinct, again) for _, distinct, again in passes] == [(snapshot, 0) for snapshot, _, _ in passes]
     return [snapshot for snapshot, _, _ in passes]
 
 
 @pytest.mark.first
-def test_a_prepared_loader_is_itself_and_every_epoch_trains_on_the_grown_cache(cell: Cell) -> None:
-    """Groups of two batches go on over the ends of epochs: 42 batches are 21 updates."""
+def test_prepare_returns_the_loader_and_every_epoch_trains_on_the_grown_cache(cell: Cell) -> None:
+    """Groups of two batches continue across the ends of epochs: 42 batches are 21 updates."""
     trained = cell("accelerate_loop", "grow")
     assert trained.epochs() == GREW
     assert trained.ranks[0]["updates"] == 21
     assert trained.warnings == []
 
 
-def test_two_ranks_train_every_snapshot_whole(cell: Cell) -> None:
+def test_two_ranks_train_every_snapshot_completely(cell: Cell) -> None:
     trained = cell("accelerate_loop", "grow", ranks=2)
     snapshots = whole(trained)
     assert snapshots[0] == 96
@@ -50,7 +50,7 @@ def test_two_ranks_train_every_snapshot_whole(cell: Cell) -> None:
 
 
 @RANKS
-def test_load_state_goes_on_in_the_middle_of_an_epoch(cell: Cell, ranks: int) -> None:
+def test_load_state_resumes_in_the_middle_of_an_epoch(cell: Cell, ranks: int) -> None:
     trained = cell("accelerate_loop", "resume", ranks=ranks)
     assert trained.epochs() == [(LAST, 0)] * 4
     assert trained.ranks[0]["left"] == [1, 15 if ranks == 1 else 8]
@@ -59,7 +59,7 @@ def test_load_state_goes_on_in_the_middle_of_an_epoch(cell: Cell, ranks: int) ->
 
 
 @RANKS
-def test_load_state_goes_on_with_the_samples_of_the_epoch_after_growth(cell: Cell, ranks: int) -> None:
+def test_load_state_after_growth_resumes_with_the_samples_of_the_epoch(cell: Cell, ranks: int) -> None:
     trained = cell("accelerate_loop", "resume_grown", ranks=ranks)
     assert trained.epochs() == [(192, 0), (192, 0), (240, 0), (240, 0)]
     assert trained.warnings == []
@@ -91,7 +91,7 @@ def test_both_sides_of_a_split_grow(cell: Cell, ranks: int) -> None:
 
 
 @RANKS
-def test_all_fields_stay_what_they_are_in_send_to_device(cell: Cell, ranks: int) -> None:
+def test_send_to_device_keeps_all_fields_unchanged(cell: Cell, ranks: int) -> None:
     """str, bytes, keys and ragged fields: the script compares their values."""
     trained = cell("accelerate_loop", "all_fields", ranks=ranks)
     assert trained.epochs() == [(96, 0)]
@@ -99,8 +99,10 @@ def test_all_fields_stay_what_they_are_in_send_to_device(cell: Cell, ranks: int)
 
 
 @RANKS
-def test_an_epoch_left_with_break_and_a_second_loop_print_nothing(cell: Cell, ranks: int) -> None:
-    """Left after 4 batches of 16 samples of one rank, or 2 of 15 of each of two: the 144 samples are 9 or 5 steps."""
+def test_an_epoch_left_with_break_and_a_second_loop_print_no_warning(cell: Cell, ranks: int) -> None:
+    """The epoch is left after 4 batches of 16 samples on one rank, or 2 of 15 on each of two: the 144 samples are 9 or
+    5 steps.
+    """
     trained = cell("accelerate_loop", "stop", ranks=ranks)
     passes = trained.passes()
     assert passes[1] == (144, 64 if ranks == 1 else 60, 0)
@@ -123,7 +125,7 @@ def test_a_sampler_of_all_samples_is_divided_once_with_workers(cell: Cell) -> No
     assert trained.warnings == []
 
 
-def test_a_sampler_of_half_the_samples_is_divided_twice_and_one_line_says_so(cell: Cell) -> None:
+def test_a_sampler_of_half_the_samples_is_divided_twice_and_one_line_reports_it(cell: Cell) -> None:
     trained = cell("accelerate_loop", "sampler_twice", ranks=2)
     assert trained.epochs() == [(48, 0)] * 4
     (line,) = trained.warnings
@@ -138,10 +140,10 @@ def test_a_dataloader_that_is_not_prepared_is_divided_by_its_sampler_without_a_w
 
 
 def test_ranks_without_a_common_run_are_an_error(cell: Cell) -> None:
-    """Each would divide a snapshot of its own."""
+    """Otherwise each rank would divide a snapshot of its own."""
     trained = cell("accelerate_loop", "sampler_no_run", ranks=2)
-    error = "several processes need run=NAME on their datasets, the same on each, to share snapshots"
-    assert [record["error"] for record in trained.ranks] == [error, error]
+    assert len(trained.ranks) == 2
+    assert all("need the same run=NAME" in record["error"] for record in trained.ranks)
 
 
 @RANKS

@@ -1,4 +1,4 @@
-"""The batches of loaders in the functions that trainers move, convert and rebuild batches with.
+"""The batches of loaders in the functions by which trainers move, convert and rebuild batches.
 
 All of them are in the default suite: they need no trainer and take seconds.
 """
@@ -34,7 +34,7 @@ Convert = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of samples with a field of each kind and dtype."""
+    """Create a cache of samples with a field of each kind and dtype."""
     root = tmp_path_factory.mktemp("batches") / "cache"
     with open_cache(root, max_size="20MB") as cache:
         put(cache, range(8), schema=EVERY)
@@ -43,20 +43,20 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tensors(filled: Path) -> Iterator[dict[str, Any]]:
-    """A batch of the torch loader."""
+    """Return a batch of the torch loader."""
     with torch_loader.Loader(filled, batch_size=8, workers=0, shuffle=False) as loader:
         yield next(iter(loader))
 
 
 @pytest.fixture(scope="module")
 def numpies(filled: Path) -> Iterator[dict[str, Any]]:
-    """A batch of the numpy loader."""
+    """Return a batch of the numpy loader."""
     with numpy_loader.Loader(filled, batch_size=8, workers=0, shuffle=False) as loader:
         yield next(iter(loader))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are of one type and dtype, and equal in each value and shape."""
+    """Return True if two values have the same type, dtype, shape and values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -76,7 +76,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_batch_is_of_tensors_lists_and_tensor_lists_with_the_values_that_were_written(
+def test_a_batch_has_tensors_lists_and_tensor_lists_with_the_written_values(
     tensors: dict[str, Any], numpies: dict[str, Any]
 ) -> None:
     for field in EVERY:
@@ -99,7 +99,7 @@ def test_a_batch_is_of_tensors_lists_and_tensor_lists_with_the_values_that_were_
 
 
 def _move(name: str) -> Convert:
-    """A function of a library that gives the batch as it is, on the CPU."""
+    """Return a library's function that returns the batch unchanged on the CPU."""
     if name == "lightning":
         apply = pytest.importorskip("lightning_utilities.core.apply_func")
         return lambda batch: apply.apply_to_collection(batch, _Transferable, lambda leaf: leaf.to("cpu"))
@@ -130,30 +130,30 @@ class _Meta(type):
 
 
 class _Transferable(metaclass=_Meta):
-    """Whatever can be moved, as Lightning tells it."""
+    """A movable object in the sense of Lightning."""
 
 
 MOVES = ["lightning", "lightning, each tensor", "accelerate", "ignite", "pytree", "jax", "optree", "torch"]
 
 
 def in_order(name: str, batch: dict[str, Any]) -> dict[str, Any]:
-    """JAX and optree give a dict in the order of its keys."""
+    """Sort the batch by its keys, as JAX and optree do."""
     return dict(sorted(batch.items())) if name in ("jax", "optree") else batch
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_batch_of_tensors_comes_out_as_it_is(name: str, tensors: dict[str, Any]) -> None:
+def test_libraries_return_a_batch_of_tensors_unchanged(name: str, tensors: dict[str, Any]) -> None:
     assert same(in_order(name, _move(name)(tensors)), in_order(name, tensors))
 
 
 def dated(column: Any) -> bool:
-    """Whether these are dates or durations."""
+    """Return True if these are dates or durations."""
     return isinstance(column, np.ndarray) and column.dtype.kind in "mM"
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_batch_of_arrays_comes_out_as_it_is(name: str, numpies: dict[str, Any]) -> None:
-    """torch's default_convert makes tensors of arrays; dates are none of its kinds, so they are left out there."""
+def test_libraries_return_a_batch_of_arrays_unchanged(name: str, numpies: dict[str, Any]) -> None:
+    """torch's default_convert makes tensors of arrays. It does not know dates, so they are left out there."""
     if name == "ignite":
         pytest.skip("ignite takes tensors, str, bytes, and collections of them, and no array")
     batch = numpies
@@ -168,11 +168,11 @@ def test_a_batch_of_arrays_comes_out_as_it_is(name: str, numpies: dict[str, Any]
 
 
 @pytest.mark.parametrize("by", ["apply_to_collection", "pytree"])
-def test_half_of_every_floating_tensor(by: str, tensors: dict[str, Any]) -> None:
+def test_conversion_to_half_changes_every_floating_tensor(by: str, tensors: dict[str, Any]) -> None:
     def half(leaf: Any) -> Any:
         return leaf.half() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    if by == "pytree":  # where a ragged column is a leaf, which has ``to``
+    if by == "pytree":  # where a ragged column is a leaf with ``to``
         out = pytree.tree_map(
             lambda leaf: (
                 leaf.to(torch.half) if isinstance(leaf, TensorList) and leaf.values.is_floating_point() else half(leaf)
@@ -193,7 +193,7 @@ def test_half_of_every_floating_tensor(by: str, tensors: dict[str, Any]) -> None
     assert same(out["words"], tensors["words"])
 
 
-def test_a_ragged_column_moves_to_a_device_whole(tensors: dict[str, Any]) -> None:
+def test_a_ragged_column_moves_to_a_device_as_a_whole(tensors: dict[str, Any]) -> None:
     apply = pytest.importorskip("lightning_utilities.core.apply_func")
     out = apply.apply_to_collection(tensors, _Transferable, lambda leaf: leaf.to("meta"))
     for field in EVERY:
@@ -204,10 +204,10 @@ def test_a_ragged_column_moves_to_a_device_whole(tensors: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tensors", "numpies"])
-def test_a_batch_is_pickled_and_copied(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_batch_can_be_pickled_and_copied(kind: str, request: pytest.FixtureRequest) -> None:
     batch = request.getfixturevalue(kind)
     assert same(copy.deepcopy(batch), batch)
-    wide = [torch.uint16, torch.uint32, torch.uint64]  # which PyTorch pickles and cannot unpickle; torch.save can
+    wide = [torch.uint16, torch.uint32, torch.uint64]  # PyTorch pickles these but cannot unpickle them; torch.save can
     dtypes = {
         key: getattr(each.values if isinstance(each, TensorList) else each, "dtype", None)
         for key, each in batch.items()
@@ -225,7 +225,7 @@ def test_a_batch_is_pickled_and_copied(kind: str, request: pytest.FixtureRequest
 
 @st.composite
 def lists(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Tensors of one dtype and rank."""
+    """Generate tensors of one dtype and rank."""
     rank = draw(st.integers(0, 3))
     dtype = draw(st.sampled_from(["<f4", "<i8", "<u1", "<f8", "|b1"]))
     shape = st.tuples(*[st.integers(0, 3)] * rank)
@@ -273,12 +273,12 @@ def test_a_tensor_list_is_a_sequence_of_views() -> None:
     assert repr(first) == "TensorList(3 tensors of torch.float32)"
 
 
-def test_a_tensor_list_takes_views_that_are_not_contiguous() -> None:
+def test_a_tensor_list_accepts_views_that_are_not_contiguous() -> None:
     given_tensors = [torch.arange(6).view(2, 3).T, torch.arange(8).view(2, 4)[:, ::2]]
     assert same(list(TensorList(given_tensors)), given_tensors)
 
 
-def test_an_empty_tensor_list() -> None:
+def test_a_tensor_list_may_be_empty() -> None:
     for empty in (TensorList(), TensorList([]), TensorList(iter(()))):
         assert len(empty) == 0
         assert list(empty) == []
@@ -301,12 +301,12 @@ def test_an_empty_tensor_list() -> None:
         None,
     ],
 )
-def test_what_is_no_list_of_tensors_of_one_kind_is_refused(wrong: Any) -> None:
+def test_a_list_of_tensors_of_different_kinds_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError):
         TensorList(wrong)
 
 
-def test_gradients_go_through_a_tensor_list() -> None:
+def test_gradients_flow_through_a_tensor_list() -> None:
     source = torch.ones(3, requires_grad=True)
     first = TensorList([source * 2, source[:2] * 3])
     (first[0].sum() + first[1].sum()).backward()
@@ -315,7 +315,7 @@ def test_gradients_go_through_a_tensor_list() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory is of a GPU's driver")
-def test_a_tensor_list_in_page_locked_memory() -> None:
+def test_a_tensor_list_can_be_page_locked() -> None:
     first = TensorList([torch.ones(2), torch.ones(3)])
     assert first.pin_memory().values.is_pinned()
     assert same(list(first.pin_memory()), list(first))

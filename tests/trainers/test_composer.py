@@ -1,11 +1,11 @@
 """MosaicML Composer: growth and resume with :mod:`cachetool.loaders.composer`.
 
-``mosaicml`` pins torch below 2.7.1. So it is installed without its dependencies into pytest's cache folder, once for
-all runs, with the few of them that nothing else brings; ``composer_stubs`` stands for torchvision and mcli, whose names
+``mosaicml`` pins torch below 2.7.1. So pip installs it without its dependencies into pytest's cache folder, once for
+all runs, with the few of them that nothing else brings. ``composer_stubs`` replaces torchvision and mcli, whose names
 ``import composer`` needs. Without an index for pip the tests are skipped.
 
-Cells that cannot be right: without the callback Composer keeps the first length (the one warning line); a ragged field
-without a ``DataSpec`` ends with Composer's own error, which names what to give.
+Cells that cannot work: without the callback Composer keeps the first length (the one warning line); a ragged field
+without a ``DataSpec`` ends with Composer's own error, which names the missing argument.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def site(request: pytest.FixtureRequest) -> Path:
     folder = request.config.cache.mkdir("composer")
     site = folder / ",".join(REQUIREMENTS)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers arrive at the same time
         if not site.exists():
             aside = folder / "new"
-            shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(aside, ignore_errors=True)  # left by a killed run
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(aside), *REQUIREMENTS]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -63,7 +63,7 @@ def compose(cell: Cell, site: Path) -> Compose:
 
 
 def whole(cell: Trained) -> list[int]:
-    """Sizes of the passes that were trained, all of them whole and without a sample twice."""
+    """Return the sizes of the trained passes. Assert that each was complete and no sample repeated."""
     passes = cell.passes()
     assert all(snapshot == distinct and again == 0 for snapshot, distinct, again in passes), passes
     return [snapshot for snapshot, _, _ in passes]
@@ -78,15 +78,15 @@ def test_every_epoch_trains_the_grown_cache(compose: Compose) -> None:
     assert cell.warnings == []
 
 
-def test_without_the_callback_growth_is_cut_and_said_once(compose: Compose) -> None:
+def test_without_the_callback_growth_is_cut_and_reported_once(compose: Compose) -> None:
     cell = compose("kept_length")
 
     assert cell.passes() == [(96, 96, 0), (144, 96, 0), (192, 96, 0), (240, 96, 0)]
     assert len(cell.warnings) == 1
-    assert "epoch 1 was left after 6 of 9 batches, the length of epoch 0" in cell.warnings[0]
+    assert "epoch 1 ended after 6 of 9 batches, " in cell.warnings[0]
 
 
-def test_a_checkpoint_in_mid_epoch_goes_on_behind_its_last_batch(compose: Compose) -> None:
+def test_a_checkpoint_in_mid_epoch_resumes_after_its_last_batch(compose: Compose) -> None:
     cell = compose("resume")
 
     assert whole(cell) == [240] * 4
@@ -94,7 +94,7 @@ def test_a_checkpoint_in_mid_epoch_goes_on_behind_its_last_batch(compose: Compos
     assert cell.warnings == []
 
 
-def test_an_epoch_that_is_resumed_has_its_samples_and_the_next_one_those_that_came(compose: Compose) -> None:
+def test_a_resumed_epoch_has_its_samples_and_the_next_one_the_new_ones(compose: Compose) -> None:
     cell = compose("resume_with_growth")
 
     assert whole(cell) == [144, 240, 240]
@@ -102,8 +102,10 @@ def test_an_epoch_that_is_resumed_has_its_samples_and_the_next_one_those_that_ca
     assert cell.warnings == []
 
 
-def test_a_checkpoint_behind_the_last_batch_of_an_epoch_trains_no_epoch_more(compose: Compose) -> None:
-    """Saved in batches, Composer counts the epoch as under way, the loader as over."""
+def test_a_checkpoint_after_the_last_batch_of_an_epoch_adds_no_epoch(compose: Compose) -> None:
+    """Composer counts the epoch as running for a checkpoint counted in batches, while the loader counts it as
+    finished.
+    """
     cell = compose("resume_at_an_end")
 
     assert whole(cell) == [96, 144, 144]
@@ -120,7 +122,7 @@ def test_epochs_of_a_fixed_length_train_every_pass_and_the_schedule_ends_with_th
     assert cell.warnings == []
 
 
-def test_all_fields_arrive_whole_in_the_loss_with_a_data_spec(compose: Compose) -> None:
+def test_all_fields_arrive_unchanged_in_the_loss_with_a_data_spec(compose: Compose) -> None:
     cell = compose("default_fields")
 
     assert whole(cell) == [96, 96]
@@ -135,25 +137,25 @@ def test_text_and_bytes_need_no_data_spec(compose: Compose) -> None:
     assert cell.warnings == []
 
 
-def test_a_ragged_field_without_a_data_spec_is_an_error_of_composer_that_says_what_to_give(compose: Compose) -> None:
+def test_a_ragged_field_without_a_data_spec_is_composers_error_with_advice(compose: Compose) -> None:
     cell = compose("ragged_alone")
 
     assert cell.ranks[0]["error"].startswith("ValueError: Unable to determine the batch size")
     assert "use a DataSpec" in cell.ranks[0]["error"]
 
 
-def test_a_validation_split_that_grows_is_evaluated_whole(compose: Compose) -> None:
+def test_a_growing_validation_split_is_evaluated_completely(compose: Compose) -> None:
     cell = compose("validation")
 
     trained, validated = whole(cell), cell.passes("validation")
     assert all(snapshot == distinct and again == 0 for snapshot, distinct, again in validated), validated
     assert [one + snapshot for one, (snapshot, _, _) in zip(trained, validated, strict=True)] == [
-        *(108, 162, 205, 240, 240)  # an epoch has the samples that its training side began with
+        *(108, 162, 205, 240, 240)  # an epoch has the samples with which its training side began
     ]
     assert cell.warnings == []
 
 
-def test_after_a_stop_in_mid_epoch_the_next_fit_goes_on(compose: Compose) -> None:
+def test_after_a_stop_in_mid_epoch_the_next_fit_continues(compose: Compose) -> None:
     cell = compose("early_stop")
 
     assert cell.ranks[0]["stopped"] == 8
@@ -162,7 +164,7 @@ def test_after_a_stop_in_mid_epoch_the_next_fit_goes_on(compose: Compose) -> Non
     assert cell.warnings == []
 
 
-def test_a_second_fit_sees_what_came(compose: Compose) -> None:
+def test_a_second_fit_sees_new_samples(compose: Compose) -> None:
     cell = compose("second_fit")
 
     assert whole(cell) == [96, 144, 192, 240]
@@ -170,7 +172,7 @@ def test_a_second_fit_sees_what_came(compose: Compose) -> None:
     assert cell.warnings == []
 
 
-def test_two_ranks_train_every_snapshot_whole(compose: Compose) -> None:
+def test_two_ranks_train_every_snapshot_completely(compose: Compose) -> None:
     cell = compose("grow", ranks=2)
 
     sizes = whole(cell)

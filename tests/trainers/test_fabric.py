@@ -1,7 +1,7 @@
-"""Fabric: a loop of one's own, in which ``fabric.to_device(batch)`` moves what the Loader gives.
+"""Fabric: a custom loop in which ``fabric.to_device(batch)`` moves the Loader's batches.
 
-``fabric.setup_dataloaders(loader)`` raises an error of Fabric's own for everything that is no ``DataLoader`` of torch.
-The Loader does not need that call: it finds rank and world size itself.
+``fabric.setup_dataloaders(loader)`` raises Fabric's own error for everything except torch's ``DataLoader``. The Loader
+does not need that call, because it finds rank and world size itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tests.trainers.conftest import Cell, Trained
 pytestmark = pytest.mark.trainers
 
 LAUNCHERS = ["one", "fabric", "torchrun"]
-"""One process; two ranks of which ``fabric.launch()`` starts the second; two that torchrun has started."""
+"""One process; two ranks of which ``fabric.launch()`` starts the second; two ranks of torchrun."""
 
 
 def run(cell: Cell, case: str, launcher: str) -> Trained:
-    """One cell with any launcher."""
+    """Run one cell with any launcher."""
     ranks = 2 if launcher == "torchrun" else 1
     trained = cell("fabric_loop", case, ranks=ranks, arguments=["1" if launcher == "one" else "2"])
     assert len(trained.ranks) == (1 if launcher == "one" else 2)
@@ -26,7 +26,9 @@ def run(cell: Cell, case: str, launcher: str) -> Trained:
 
 
 def assert_whole(passes: list[tuple[int, int, int]]) -> None:
-    """Every pass trained all samples of its snapshot once, and the last snapshot is larger than the first."""
+    """Assert that every pass trained all samples of its snapshot once, and that the last snapshot is larger than the
+    first.
+    """
     assert all(snapshot == distinct and twice == 0 for snapshot, distinct, twice in passes)
     assert passes[-1][0] > passes[0][0]
 
@@ -39,7 +41,7 @@ def test_every_epoch_trains_the_cache_as_it_has_grown(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
-def test_two_ranks_share_every_snapshot(cell: Cell, launcher: str) -> None:
+def test_two_ranks_divide_every_snapshot(cell: Cell, launcher: str) -> None:
     trained = run(cell, "grow", launcher)
 
     assert len(trained.passes()) == 4
@@ -48,7 +50,7 @@ def test_two_ranks_share_every_snapshot(cell: Cell, launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("case", "snapshot", "first"), [("resume", 240, 80), ("resume_grown", 144, 48)])
-def test_a_loader_in_the_state_of_fabric_resumes(
+def test_a_loader_saved_in_fabrics_state_resumes(
     cell: Cell, case: str, snapshot: int, first: int, launcher: str
 ) -> None:
     trained = run(cell, case, launcher)
@@ -75,12 +77,12 @@ def test_a_validation_split_grows_with_the_cache(cell: Cell, launcher: str) -> N
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_fields_of_every_kind_are_moved_as_they_are(cell: Cell, launcher: str) -> None:
+def test_fields_of_every_kind_are_moved_unchanged(cell: Cell, launcher: str) -> None:
     assert run(cell, "fields", launcher).passes() == [(96, 96, 0)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_loop_that_is_left_prints_no_line(cell: Cell, launcher: str) -> None:
+def test_a_loop_that_is_left_prints_no_warning(cell: Cell, launcher: str) -> None:
     first, second = run(cell, "stop", launcher).passes()
 
     assert first == (96, 96, 0)
@@ -88,15 +90,15 @@ def test_a_loop_that_is_left_prints_no_line(cell: Cell, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_second_loop_goes_on_with_whole_epochs(cell: Cell, launcher: str) -> None:
+def test_a_second_loop_continues_with_whole_epochs(cell: Cell, launcher: str) -> None:
     passes = run(cell, "second_fit", launcher).passes()
 
     assert passes[1][1:] == (64, 0)
     assert_whole([passes[0], *passes[2:]])
 
 
-def test_set_up_of_a_loader_is_refused_by_fabric(cell: Cell) -> None:
-    """An error of Fabric's own, which nothing outside of Fabric can change."""
+def test_fabric_refuses_a_loader_in_setup_dataloaders(cell: Cell) -> None:
+    """Fabric raises its own error, which code outside Fabric cannot change."""
     trained = run(cell, "set_up", "one")
 
     assert "setup_dataloaders" in trained.ranks[0]["message"] or "DataLoader" in trained.ranks[0]["message"]

@@ -1,8 +1,7 @@
 """The Hugging Face Trainer, with one rank and with two.
 
-Two cells cannot be right from outside, and are named by their tests: a plain Trainer keeps the length of the first
-epoch (one line says so), and a ``CacheDataset`` as ``train_dataset`` is read at its first length, which
-``GrowthMixin`` refuses.
+Two cells cannot work, and have tests: a plain Trainer keeps the length of the first epoch (one line reports it), and a
+``CacheDataset`` as ``train_dataset`` is read at its first length, which ``GrowthMixin`` refuses.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ pytestmark = pytest.mark.trainers
 GREW = [(96, 0), (144, 0), (192, 0), (240, 0)]
 SIDES = ([65, 101, 131, 166], [43, 61, 74, 74])
 """Samples of each side of the split, as the cache grows."""
-CUT = "cachetool: epoch 1 was left after 6 of 9 batches, the length of epoch 0: "
+CUT = "cachetool: epoch 1 ended after 6 of 9 batches, "
 
 
 def watched(trained: Trained) -> list[dict[str, Any]]:
-    """What rank 0 noted beside the samples, one for each call of ``train()``."""
+    """Return the notes of rank 0 besides the samples, one for each call of ``train()``."""
     rows: list[dict[str, Any]] = trained.ranks[0]["watched"]
     return rows
 
 
 def whole(trained: Trained, name: str = "record") -> list[int]:
-    """Sizes of the snapshots of all passes, each of which was trained whole, no sample twice."""
+    """Return the sizes of the snapshots of all passes. Assert that each pass was complete and no sample repeated."""
     passes = trained.passes(name)
     assert [(distinct, again) for _, distinct, again in passes] == [(snapshot, 0) for snapshot, _, _ in passes]
     return [snapshot for snapshot, _, _ in passes]
@@ -51,7 +50,7 @@ def test_every_epoch_trains_on_the_grown_cache(cell: Cell) -> None:
     assert trained.warnings == []
 
 
-def test_the_linear_schedule_ends_too_early_and_one_line_says_so(cell: Cell) -> None:
+def test_the_linear_schedule_ends_too_early_and_one_line_reports_it(cell: Cell) -> None:
     trained = cell("hf", "linear")
     assert trained.epochs() == GREW
     rates = watched(trained)[0]["rates"]
@@ -72,14 +71,14 @@ def test_max_steps_ends_the_schedule_with_the_training(cell: Cell) -> None:
 
 
 def test_a_fraction_of_an_epoch_ends_in_its_middle_without_a_warning(cell: Cell) -> None:
-    """The last epoch is left after 6 of 12 batches, the length of the first, but on purpose."""
+    """The last epoch is left on purpose after 6 of 12 batches, the length of the first epoch."""
     trained = cell("hf", "half")
     assert trained.epochs() == [(96, 0), (144, 0), (96, 0)]
     assert watched(trained)[0]["epochs"][-1] == 2.5
     assert trained.warnings == []
 
 
-def test_the_last_group_of_gradient_accumulation_is_stepped_also_after_a_resume(cell: Cell) -> None:
+def test_the_last_group_of_gradient_accumulation_is_stepped_after_a_resume_too(cell: Cell) -> None:
     trained = cell("hf", "accumulate")
     assert trained.epochs() == [(96, 0), (144, 0), (240, 0), (240, 0)]
     before, after = watched(trained)
@@ -90,14 +89,14 @@ def test_the_last_group_of_gradient_accumulation_is_stepped_also_after_a_resume(
     assert trained.warnings == []
 
 
-def test_without_the_mixin_growth_is_cut_and_one_line_says_so(cell: Cell) -> None:
+def test_without_the_mixin_growth_is_cut_and_one_line_reports_it(cell: Cell) -> None:
     trained = cell("hf", "unaware")
     assert trained.epochs() == [(96, 0)] * 4
     (line,) = trained.warnings
     assert line.startswith(CUT)
 
 
-def test_resume_in_the_middle_of_an_epoch_from_a_folder_elsewhere(cell: Cell) -> None:
+def test_training_resumes_in_the_middle_of_an_epoch_from_another_folder(cell: Cell) -> None:
     trained = cell("hf", "resume")
     assert trained.epochs() == [(LAST, 0)] * 4
     before, after = watched(trained)
@@ -107,7 +106,7 @@ def test_resume_in_the_middle_of_an_epoch_from_a_folder_elsewhere(cell: Cell) ->
     assert trained.warnings == []
 
 
-def test_resume_with_growth(cell: Cell) -> None:
+def test_training_resumes_after_growth(cell: Cell) -> None:
     trained = cell("hf", "resume_grown")
     assert trained.epochs() == [(96, 0), (144, 0), (240, 0), (240, 0)]
     assert watched(trained)[1]["steps"] == [45, 45]
@@ -116,7 +115,7 @@ def test_resume_with_growth(cell: Cell) -> None:
 
 @pytest.mark.parametrize("way", ["fixed", "fixed_callback"])
 def test_epochs_of_ten_steps_see_growth_and_the_schedule_ends_with_the_training(cell: Cell, way: str) -> None:
-    """With the mixin, and with a Trainer that knows nothing of the loader."""
+    """Both with the mixin, and with a Trainer that does not know the loader."""
     trained = cell("hf", way)
     assert trained.passes() == [(96, 96, 0), (144, 144, 0), (192, 192, 0), (240, 208, 0)]
     (row,) = watched(trained)
@@ -126,9 +125,10 @@ def test_epochs_of_ten_steps_see_growth_and_the_schedule_ends_with_the_training(
 
 
 @pytest.mark.parametrize("way", ["fixed_resume", "fixed_callback_resume"])
-def test_epochs_of_ten_steps_go_on_in_the_middle_after_growth(cell: Cell, way: str) -> None:
-    """Stopped at step 15, in the third pass of 96 samples; the next passes have 240. The second way also restores all
-    callbacks from the checkpoint, which makes a new LoaderStateCallback."""
+def test_epochs_of_ten_steps_resume_in_the_middle_after_growth(cell: Cell, way: str) -> None:
+    """Training stops at step 15, in the third pass of 96 samples. The next passes have 240. The second variant also
+    restores all callbacks from the checkpoint, which creates a new LoaderStateCallback.
+    """
     trained = cell("hf", way)
     assert trained.passes() == [(96, 96, 0), (96, 96, 0), (96, 96, 0), (240, 240, 0), (240, 112, 0)]
     row = watched(trained)[1]
@@ -140,13 +140,13 @@ def test_epochs_of_ten_steps_go_on_in_the_middle_after_growth(cell: Cell, way: s
     assert trained.warnings == []
 
 
-def test_epochs_of_nine_steps_accumulate_two_batches_also_after_a_resume(cell: Cell) -> None:
+def test_epochs_of_nine_steps_accumulate_two_batches_after_a_resume_too(cell: Cell) -> None:
     trained = cell("hf", "fixed_accumulate")
     before, after = watched(trained)
     assert before["groups"] == [2, 2, 2, 2, 1, 2, 2]
     assert after["groups"] == [2, 2, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 1]
     assert after["steps"] == [20, 20]
-    # The Trainer takes two batches at once, so the record does not know which pass the first of them is of.
+    # The Trainer takes two batches together, so the record does not know the pass of the first one.
     stream = [number for row in trained.ranks[0]["epochs"].values() for number in row["ids"]]
     passes = [stream[:96], stream[96:192], stream[192:288], stream[288:528], stream[528:]]
     assert [len(set(ids)) for ids in passes] == [96, 96, 96, 240, 48]
@@ -169,7 +169,7 @@ def test_a_dict_of_loaders_is_evaluated_and_a_loader_predicted(cell: Cell) -> No
     assert trained.ranks[0]["predicted"] == list(range(144))
 
 
-def test_all_fields_arrive_as_they_are(cell: Cell) -> None:
+def test_all_fields_arrive_unchanged(cell: Cell) -> None:
     """str, bytes, keys and ragged fields: the script compares their values in ``forward()``."""
     trained = cell("hf", "all_fields")
     assert trained.epochs() == GREW
@@ -183,39 +183,38 @@ def test_early_stopping_loads_the_best_model_and_trains_again_without_a_warning(
     assert trained.warnings == []
 
 
-def test_a_second_train_reads_the_newest_cache(cell: Cell) -> None:
+def test_a_second_train_call_reads_the_newest_cache(cell: Cell) -> None:
     trained = cell("hf", "second_fit")
     assert trained.epochs() == GREW[:2]
     assert trained.epochs("second") == GREW[2:]
     assert trained.warnings == []
 
 
-def test_what_cannot_be_resumed_is_an_error(cell: Cell) -> None:
+def test_a_checkpoint_or_object_without_a_loaders_state_is_an_error(cell: Cell) -> None:
     trained = cell("hf", "refuse")
     unsaved, unknown, empty = trained.ranks[0]["errors"]
-    assert unsaved.startswith(
-        "the checkpoint of step 3 has no state of a loader, so its position is unknown; resume from"
-    )
-    assert unknown.startswith("the trainer's get_train_dataloader() returned a list; name the loader whose state")
-    assert empty == "a LoaderStateCallback is of a Loader or its epochs_of(steps=N), not of list"
+    assert unsaved.startswith("the checkpoint of step 3 has no state of a loader")
+    assert unknown.startswith("the trainer's get_train_dataloader() returned a list, not a loader")
+    assert empty.startswith("LoaderStateCallback needs a Loader")
+    assert empty.endswith(", not list")
 
 
-def test_the_mixin_comes_before_the_trainer_and_needs_one_that_it_fits() -> None:
+def test_the_mixin_must_precede_a_compatible_trainer() -> None:
     from transformers import Trainer
 
     from cachetool.loaders.huggingface import GrowthMixin
 
-    with pytest.raises(UsageError, match="class Wrong: GrowthMixin comes before the Trainer"):
+    with pytest.raises(UsageError, match=r"class Wrong\(GrowthMixin, Trainer\)"):
 
         class Wrong(Trainer, GrowthMixin):  # type: ignore[misc]
             pass
 
-    with pytest.raises(UsageError, match=r"the Trainer of this transformers has no _run_epoch\(\), which GrowthMixin"):
+    with pytest.raises(UsageError, match=r"has no _run_epoch\(\), which GrowthMixin needs"):
         GrowthMixin()
 
 
 def test_the_trainer_reads_its_epochs_as_the_mixin_expects() -> None:
-    """A newer transformers may do otherwise. The cells would say so; this says where to look."""
+    """A newer transformers may behave differently. The cells would fail, and this test shows the cause."""
     from transformers import Trainer
 
     source = inspect.getsource(Trainer._inner_training_loop)
@@ -227,10 +226,10 @@ def test_the_trainer_reads_its_epochs_as_the_mixin_expects() -> None:
 
 
 def test_a_dataset_is_trained_at_its_first_length(cell: Cell) -> None:
-    """The Trainer makes a DataLoader and a sampler of its own, once: growth is not seen. The mixin refuses it."""
+    """The Trainer creates its own DataLoader and sampler once, so it does not see growth. The mixin refuses that."""
     trained = cell("hf", "dataset")
     assert trained.epochs() == [(96, 0)] * 4
-    assert trained.ranks[0]["error"].startswith("train_dataset is a CacheDataset, of which the Trainer reads only the")
+    assert trained.ranks[0]["error"].startswith("train_dataset is a CacheDataset: the Trainer would read only the")
 
 
 def test_a_dataset_is_trained_at_its_first_length_by_two_ranks(cell: Cell) -> None:
@@ -244,15 +243,15 @@ def test_a_sampler_of_all_samples_is_divided_once_by_two_ranks(cell: Cell) -> No
     assert trained.warnings == []
 
 
-def test_a_sampler_of_half_the_samples_is_divided_twice_and_one_line_says_so(cell: Cell) -> None:
+def test_a_sampler_of_half_the_samples_is_divided_twice_and_one_line_reports_it(cell: Cell) -> None:
     trained = cell("hf", "ranks_sampler_twice", ranks=2)
     assert trained.epochs() == [(48, 0)] * 4
     (line,) = trained.warnings
     assert line.startswith("cachetool: Accelerate divides the samples of this EpochSampler, rank 0 of 2, among")
 
 
-def test_two_ranks_train_every_snapshot_whole(cell: Cell) -> None:
-    """Both share snapshots that were taken earlier, so growth comes up to three epochs later."""
+def test_two_ranks_train_every_snapshot_completely(cell: Cell) -> None:
+    """Both ranks share snapshots that were taken earlier, so growth appears up to three epochs later."""
     trained = cell("hf", "ranks_grow", ranks=2)
     snapshots = whole(trained)
     assert len(snapshots) == 8
@@ -270,15 +269,15 @@ def test_two_ranks_resume_in_the_middle_of_an_epoch(cell: Cell) -> None:
     assert trained.warnings == []
 
 
-def test_two_ranks_resume_with_growth(cell: Cell) -> None:
+def test_two_ranks_resume_after_growth(cell: Cell) -> None:
     trained = cell("hf", "ranks_resume_grown", ranks=2)
     assert trained.epochs() == [(144, 0), (144, 0), (240, 0), (240, 0)]
     assert watched(trained)[1]["steps"] == [26, 26]
     assert trained.warnings == []
 
 
-def test_two_ranks_evaluate_whole_and_gather_each_prediction_once(cell: Cell) -> None:
-    """The validation side of 31 samples: batches of 16 and of 15, which the Trainer's own gathering fails for."""
+def test_two_ranks_evaluate_completely_and_gather_each_prediction_once(cell: Cell) -> None:
+    """The validation side has 31 samples, in batches of 16 and 15, for which the Trainer's own gathering fails."""
     trained = cell("hf", "ranks_evaluate", ranks=2)
     assert whole(trained)[-1] == SIDES[0][-1]
     validated = whole(trained, "validation")

@@ -1,6 +1,6 @@
 """Lightning's Trainer, with one process and with two ranks: every case of the table of trainers.
 
-A resumed run has two records: ``before``, up to the checkpoint, and the run that goes on from there.
+A resumed run has two records: ``before``, up to the checkpoint, and the run that continues from there.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from tests.trainers.conftest import REPOSITORY, Cell, Trained, completed
 pytestmark = pytest.mark.trainers
 
 RANKS = ["ddp", "ddp_fork"]
-"""Lightning's own launchers: a script that is started again for each rank, a fork of the process with the loader."""
+"""Lightning's own launchers: a script that is started again for each rank, and a fork of the process with the
+loader.
+"""
 
 
 def whole(trained: Trained, *names: str) -> list[tuple[int, int, int]]:
-    """The passes of several runs of one training together: samples of the snapshot, distinct ones, how many twice."""
+    """Return the passes of several runs of one training: samples of the snapshot, distinct ones, repeated ones."""
     records = [record for name in names for record in (trained.more[name] if name != "record" else trained.ranks)]
     return Trained(records_as_one(records), "").passes()
 
 
 def records_as_one(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records under numbers of epochs that differ, since an epoch that was resumed is in two of them."""
+    """Join records under new numbers of epochs, because a resumed epoch is in two records."""
     return [{"epochs": {str(n): row for n, row in enumerate(record["epochs"].values())}} for record in records]
 
 
 def expected(*samples: int) -> list[tuple[int, int]]:
-    """Epochs of so many samples, none of them twice."""
+    """Return epochs with so many samples, none of them repeated."""
     return [(count, 0) for count in samples]
 
 
 def complete(*samples: int) -> list[tuple[int, int, int]]:
-    """Passes that trained all samples of their snapshots, none of them twice."""
+    """Return passes that trained all samples of their snapshots once."""
     return [(count, count, 0) for count in samples]
 
 
@@ -62,7 +64,7 @@ def test_pytorch_lightning_is_supported_under_its_old_name(cell: Cell) -> None:
     assert trained.warnings == []
 
 
-def test_growth_between_the_set_up_of_the_data_and_the_first_step_comes_in_the_next_epoch(cell: Cell) -> None:
+def test_growth_between_the_data_setup_and_the_first_step_appears_in_the_next_epoch(cell: Cell) -> None:
     trained = cell("pl", "grow_before_the_first_step")
 
     passes = trained.passes()
@@ -72,17 +74,17 @@ def test_growth_between_the_set_up_of_the_data_and_the_first_step_comes_in_the_n
     assert trained.warnings == []
 
 
-def test_without_the_callback_a_cut_epoch_is_said_in_one_line(cell: Cell) -> None:
-    """Lightning asks for the length once: nothing outside of it can change that, except the callback."""
+def test_without_the_callback_a_cut_epoch_is_reported_in_one_line(cell: Cell) -> None:
+    """Lightning asks for the length once. Only the callback can change that."""
     trained = cell("pl", "grow", arguments=["one", "alone"])
 
     assert trained.epochs() == expected(96, 96, 96, 96)
     [line] = trained.warnings
-    assert line.startswith("cachetool: epoch 1 was left after 6 of 9 batches, the length of epoch 0: ")
+    assert line.startswith("cachetool: epoch 1 ended after 6 of 9 batches, ")
 
 
 @pytest.mark.parametrize("way", ["alone", "with callback"])
-def test_a_run_resumed_in_mid_epoch_trains_the_rest(cell: Cell, way: str) -> None:
+def test_a_run_resumed_in_mid_epoch_trains_the_remaining_samples(cell: Cell, way: str) -> None:
     trained = cell("pl", "resume", arguments=["one", way])
 
     assert trained.epochs("before") == expected(80)
@@ -91,14 +93,14 @@ def test_a_run_resumed_in_mid_epoch_trains_the_rest(cell: Cell, way: str) -> Non
     assert trained.warnings == []
 
 
-def test_a_run_resumed_in_mid_epoch_by_a_trainer_that_counts_steps_trains_the_rest(cell: Cell) -> None:
+def test_a_run_resumed_in_mid_epoch_by_a_step_counting_trainer_trains_the_remaining_samples(cell: Cell) -> None:
     trained = cell("pl", "resume_steps")
 
     assert whole(trained, "before", "record") == [*complete(240, 240), (240, 80, 0)]
     assert trained.warnings == []
 
 
-def test_a_run_resumed_on_a_grown_cache_trains_the_rest_and_then_all(cell: Cell) -> None:
+def test_a_run_resumed_on_a_grown_cache_trains_the_remaining_and_then_all_samples(cell: Cell) -> None:
     trained = cell("pl", "resume_grown")
 
     assert trained.epochs("before") == expected(48)
@@ -127,7 +129,7 @@ def test_a_run_resumed_at_the_end_of_an_epoch_trains_in_another_order(cell: Cell
 
 
 @pytest.mark.parametrize("case", ["resume_at_the_end_grown", "resume_at_the_last_batch"])
-def test_a_run_resumed_behind_the_last_batch_trains_the_grown_cache_whole(cell: Cell, case: str) -> None:
+def test_a_run_resumed_after_the_last_batch_trains_the_grown_cache_completely(cell: Cell, case: str) -> None:
     trained = cell("pl", case)
 
     assert whole(trained, "before", "record") == complete(96, 240, 240)
@@ -145,15 +147,17 @@ def test_a_checkpoint_of_the_last_validation_of_an_epoch_resumes_with_the_next_e
 
 @pytest.mark.parametrize(("grown", "samples"), [("grown", [240, 144]), ("same", [96, 96, 96, 96])])
 def test_a_trainer_that_counts_steps_resumes_at_the_end_of_an_epoch(cell: Cell, grown: str, samples: list[int]) -> None:
-    """Lightning alone trains one batch and leaves the pass, whether the cache grew or not."""
+    """Lightning alone trains one batch and leaves the pass, for a grown cache and for an unchanged one."""
     trained = cell("pl", "resume_at_the_end_steps", arguments=["one", grown])
 
     assert trained.epochs() == expected(*samples)
     assert trained.warnings == []
 
 
-def test_an_epoch_that_was_stopped_goes_on_when_the_run_is_resumed(cell: Cell) -> None:
-    """Lightning alone takes the rest for an epoch of its own, which ends without validation or a step of schedules."""
+def test_a_stopped_epoch_continues_when_the_run_is_resumed(cell: Cell) -> None:
+    """Lightning alone treats the remaining batches as an epoch of its own, without validation and without a step of
+    schedules.
+    """
     trained = cell("pl", "resume_stopped")
 
     assert trained.epochs("before") == expected(60)
@@ -164,7 +168,7 @@ def test_an_epoch_that_was_stopped_goes_on_when_the_run_is_resumed(cell: Cell) -
     assert trained.warnings == []
 
 
-def test_epochs_of_limited_batches_resume_with_a_whole_number_of_them(cell: Cell) -> None:
+def test_training_with_limited_batches_resumes_at_the_start_of_an_epoch(cell: Cell) -> None:
     trained = cell("pl", "resume_limited")
 
     assert trained.epochs() == expected(80, 80)
@@ -172,7 +176,7 @@ def test_epochs_of_limited_batches_resume_with_a_whole_number_of_them(cell: Cell
 
 
 def test_a_validation_split_grows_with_the_cache(cell: Cell) -> None:
-    """Number 0 of the validations is the sanity check of two batches."""
+    """Validation number 0 is the sanity check of two batches."""
     trained = cell("pl", "validation")
 
     assert trained.passes() == complete(71, 109, 143, 179)
@@ -180,7 +184,7 @@ def test_a_validation_split_grows_with_the_cache(cell: Cell) -> None:
     assert trained.warnings == []
 
 
-def test_each_of_several_validations_of_an_epoch_asks_for_its_length(cell: Cell) -> None:
+def test_each_validation_of_an_epoch_asks_for_its_length(cell: Cell) -> None:
     trained = cell("pl", "validation_twice")
 
     assert trained.passes() == complete(71, 109, 143)
@@ -188,23 +192,23 @@ def test_each_of_several_validations_of_an_epoch_asks_for_its_length(cell: Cell)
     assert trained.warnings == []
 
 
-def test_fields_of_every_kind_arrive_in_the_step_as_they_are(cell: Cell) -> None:
-    """Without ``fields=``; the script looks at keys, text, bytes and ragged values inside ``training_step``."""
+def test_fields_of_every_kind_arrive_unchanged_in_the_step(cell: Cell) -> None:
+    """Without ``fields=``. The script checks keys, text, bytes and ragged values inside ``training_step``."""
     trained = cell("pl", "fields")
 
     assert trained.passes() == complete(96, 96)
     assert trained.warnings == []
 
 
-def test_an_epoch_that_is_stopped_is_left_without_a_line(cell: Cell) -> None:
-    """Also exactly behind as many batches as the epoch before had."""
+def test_a_stopped_epoch_prints_no_warning(cell: Cell) -> None:
+    """The stop may come exactly after as many batches as the previous epoch had."""
     trained = cell("pl", "stop")
 
     assert trained.passes() == [(96, 96, 0), (144, 96, 0)]
     assert trained.warnings == []
 
 
-def test_early_stopping_between_two_validations_is_left_without_a_line(cell: Cell) -> None:
+def test_early_stopping_between_two_validations_prints_no_warning(cell: Cell) -> None:
     trained = cell("pl", "early_stopping")
 
     assert trained.passes() == [(71, 57, 0)]
@@ -212,21 +216,21 @@ def test_early_stopping_between_two_validations_is_left_without_a_line(cell: Cel
 
 
 @pytest.mark.parametrize("way", ["alone", "with callback"])
-def test_limited_batches_print_no_line(cell: Cell, way: str) -> None:
+def test_limited_batches_print_no_warning(cell: Cell, way: str) -> None:
     trained = cell("pl", "limit", arguments=["one", way])
 
     assert trained.passes() == [(96, 80, 0), (144, 80, 0), (192, 80, 0)]
     assert trained.warnings == []
 
 
-def test_a_number_of_steps_prints_no_line(cell: Cell) -> None:
+def test_a_number_of_steps_prints_no_warning(cell: Cell) -> None:
     trained = cell("pl", "max_steps")
 
     assert trained.passes() == [(96, 96, 0), (144, 96, 0)]
     assert trained.warnings == []
 
 
-def test_a_second_fit_goes_on_with_whole_epochs(cell: Cell) -> None:
+def test_a_second_fit_continues_with_whole_epochs(cell: Cell) -> None:
     trained = cell("pl", "second_fit")
 
     assert trained.passes("before") == [(96, 96, 0), (144, 64, 0)]
@@ -237,9 +241,10 @@ def test_a_second_fit_goes_on_with_whole_epochs(cell: Cell) -> None:
 # -- epochs of a number of steps ---------------------------------------------------------------------------------------
 
 
-def test_epochs_of_steps_go_through_every_pass(cell: Cell) -> None:
-    """Without the callback, which only checkpoints need. The last pass is the one that training ends in; the third
-    has what came before half of the second, which is less than what came before its end."""
+def test_epochs_of_steps_train_every_pass(cell: Cell) -> None:
+    """The callback is left out, because only checkpoints need it. Training ends in the last pass. The third pass has
+    the samples that arrived before half of the second, which are fewer than those before its end.
+    """
     trained = cell("pl", "grow", arguments=["one", "steps", "alone"])
 
     assert trained.passes() == [*complete(96, 144, 144, 192), (240, 64, 0)]
@@ -255,7 +260,7 @@ def test_epochs_of_steps_go_through_every_pass(cell: Cell) -> None:
         ("resume_at_the_end", [*complete(240), (240, 240, 0)]),
     ],
 )
-def test_epochs_of_steps_resume(cell: Cell, case: str, passes: list[tuple[int, int, int]]) -> None:
+def test_epochs_of_steps_can_be_resumed(cell: Cell, case: str, passes: list[tuple[int, int, int]]) -> None:
     trained = cell("pl", case, arguments=["one", "steps"])
 
     assert whole(trained, "before", "record") == passes
@@ -263,7 +268,7 @@ def test_epochs_of_steps_resume(cell: Cell, case: str, passes: list[tuple[int, i
 
 
 def test_a_one_cycle_schedule_ends_where_training_ends(cell: Cell) -> None:
-    """40 steps were estimated before the cache grew, and 40 are trained: the last rate is the least of the cycle."""
+    """40 steps were estimated before the cache grew, and 40 are trained: the last rate is the lowest of the cycle."""
     trained = cell("pl", "cycle", arguments=["one", "steps"])
 
     [record] = trained.ranks
@@ -278,7 +283,7 @@ def test_a_one_cycle_schedule_ends_where_training_ends(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("case", ["grow", "resume_grown", "resume_at_the_end"])
-def test_a_data_module_brings_the_callback(cell: Cell, case: str) -> None:
+def test_a_data_module_adds_the_callback(cell: Cell, case: str) -> None:
     trained = cell("pl", case, arguments=["one", "module"])
 
     if case == "grow":
@@ -292,7 +297,9 @@ def test_a_data_module_brings_the_callback(cell: Cell, case: str) -> None:
 
 
 def test_one_data_module_fits_twice_validates_saves_and_resumes(cell: Cell) -> None:
-    """A run that is stopped, its checkpoint behind ``fit()``, another fit, ``validate``, and a new run from there."""
+    """A run that stops, its checkpoint after ``fit()``, another fit, ``validate``, and a new run from the
+    checkpoint.
+    """
     trained = cell("pl", "module")
 
     assert trained.passes("before") == [(71, 71, 0), (109, 32, 0)]
@@ -305,7 +312,7 @@ def test_one_data_module_fits_twice_validates_saves_and_resumes(cell: Cell) -> N
     assert trained.warnings == []
 
 
-def test_a_data_module_of_steps_goes_on_with_its_pass_in_a_second_fit(cell: Cell) -> None:
+def test_a_data_module_of_steps_continues_its_pass_in_a_second_fit(cell: Cell) -> None:
     trained = cell("pl", "module", arguments=["one", "steps"])
 
     passes = whole(trained, "before", "record")
@@ -318,7 +325,7 @@ def test_a_data_module_of_steps_goes_on_with_its_pass_in_a_second_fit(cell: Cell
 # -- the faults that the issue began with ------------------------------------------------------------------------------
 
 
-def test_fail_01_a_plain_run_that_is_resumed_loses_no_samples(cell: Cell) -> None:
+def test_fail_01_a_resumed_plain_run_loses_no_samples(cell: Cell) -> None:
     trained = cell("pl", "fail_01", arguments=["one", "alone"])
 
     assert trained.epochs("before") == expected(60, 28)
@@ -326,7 +333,7 @@ def test_fail_01_a_plain_run_that_is_resumed_loses_no_samples(cell: Cell) -> Non
     assert whole(trained, "before", "record") == complete(60, 60, 60, 60)
 
 
-def test_fail_02_a_cache_that_another_process_fills_is_trained_whole(cell: Cell) -> None:
+def test_fail_02_a_cache_filled_by_another_process_is_trained_completely(cell: Cell) -> None:
     trained = cell("pl", "fail_02")
 
     assert trained.epochs() == expected(60, 120, 120)
@@ -337,28 +344,28 @@ def test_fail_02_a_cache_that_another_process_fills_is_trained_whole(cell: Cell)
 
 
 @pytest.mark.parametrize("strategy", RANKS)
-def test_two_ranks_share_every_snapshot(cell: Cell, strategy: str) -> None:
-    """The ranks take a snapshot about a second before the epoch, so growth may come an epoch later."""
+def test_two_ranks_divide_every_snapshot(cell: Cell, strategy: str) -> None:
+    """The ranks take a snapshot about a second before the epoch, so growth may appear an epoch later."""
     trained = cell("pl", "grow", arguments=[strategy])
 
     assert_growing(trained)
 
 
-def test_two_forked_ranks_share_the_samples_when_the_length_was_asked_before(cell: Cell) -> None:
+def test_two_forked_ranks_divide_the_samples_after_the_length_was_asked(cell: Cell) -> None:
     trained = cell("pl", "grow", arguments=["ddp_fork", "len"])
 
     assert_growing(trained)
 
 
 @pytest.mark.parametrize("strategy", [*RANKS, "ddp_spawn"])
-def test_two_ranks_of_any_strategy_have_a_data_module(cell: Cell, strategy: str) -> None:
-    """Its loaders are made in the ranks, so that it can be pickled for ``ddp_spawn``."""
+def test_two_ranks_of_any_strategy_can_use_a_data_module(cell: Cell, strategy: str) -> None:
+    """The ranks create its loaders, so it can be pickled for ``ddp_spawn``."""
     trained = cell("pl", "grow", arguments=[strategy, "module"])
 
     assert_growing(trained)
 
 
-def test_two_spawned_ranks_cannot_have_a_loader_of_their_parent(tmp_path: Path) -> None:
+def test_two_spawned_ranks_cannot_use_a_loader_of_their_parent(tmp_path: Path) -> None:
     """``ddp_spawn`` pickles the loader, and feeders cannot be pickled: use the data module, or another strategy."""
     script = REPOSITORY / "tests" / "trainers" / "scripts" / "pl.py"
     done = subprocess.run(
@@ -372,9 +379,7 @@ def test_two_spawned_ranks_cannot_have_a_loader_of_their_parent(tmp_path: Path) 
 
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        "cachetool.core.errors.UsageError: a loader has feeders of its own and can be neither pickled"
-    )
+    assert last.startswith("cachetool.core.errors.UsageError: a loader cannot be pickled or copied")
 
 
 @pytest.mark.parametrize("strategy", RANKS)
@@ -397,7 +402,7 @@ def test_two_ranks_resume_on_a_grown_cache(cell: Cell, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", RANKS)
-def test_two_ranks_validate_whole_splits(cell: Cell, strategy: str) -> None:
+def test_two_ranks_validate_complete_splits(cell: Cell, strategy: str) -> None:
     trained = cell("pl", "validation", arguments=[strategy])
 
     assert len(trained.ranks) == 2
@@ -409,7 +414,7 @@ def test_two_ranks_validate_whole_splits(cell: Cell, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", RANKS)
-def test_two_ranks_have_fields_of_every_kind(cell: Cell, strategy: str) -> None:
+def test_two_ranks_get_fields_of_every_kind(cell: Cell, strategy: str) -> None:
     trained = cell("pl", "fields", arguments=[strategy])
 
     assert len(trained.ranks) == 2
@@ -418,7 +423,7 @@ def test_two_ranks_have_fields_of_every_kind(cell: Cell, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", RANKS)
-def test_two_ranks_that_are_stopped_print_no_line(cell: Cell, strategy: str) -> None:
+def test_two_stopped_ranks_print_no_warning(cell: Cell, strategy: str) -> None:
     trained = cell("pl", "stop", arguments=[strategy])
 
     first, second = trained.passes()
@@ -428,8 +433,8 @@ def test_two_ranks_that_are_stopped_print_no_line(cell: Cell, strategy: str) -> 
 
 
 @pytest.mark.parametrize("strategy", RANKS)
-def test_two_ranks_fit_twice(cell: Cell, strategy: str) -> None:
-    """Forked ranks of the second fit begin with epoch 0: what the first ones did is known only to them."""
+def test_two_ranks_can_fit_twice(cell: Cell, strategy: str) -> None:
+    """Forked ranks of the second fit begin with epoch 0, because only the ranks of the first fit know its progress."""
     trained = cell("pl", "second_fit", arguments=[strategy])
 
     assert len(trained.ranks) == len(trained.more["before"]) == 2
@@ -465,7 +470,9 @@ def test_the_example_trains_on_more_samples_and_resumes_its_epoch(tmp_path: Path
 
 
 def assert_growing(trained: Trained) -> None:
-    """Both ranks trained every snapshot whole, no sample on both of them, and the cache grew in between."""
+    """Assert that both ranks trained every snapshot completely, without a common sample, and that the cache grew in
+    between.
+    """
     passes = trained.passes()
     assert len(trained.ranks) == 2
     assert len(passes) == len(trained.epochs()) == 4
@@ -473,5 +480,5 @@ def assert_growing(trained: Trained) -> None:
     assert passes[0][0] == 96
     assert passes[-1][0] >= 144
     counts = [sum(len(row["ids"]) for row in record["epochs"].values()) for record in trained.ranks]
-    assert abs(counts[0] - counts[1]) <= 4  # neither trained for the other
+    assert abs(counts[0] - counts[1]) <= 4  # neither rank trained the other's samples
     assert trained.warnings == []

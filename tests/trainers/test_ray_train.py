@@ -1,7 +1,8 @@
-"""Ray Train with two workers: a ``Loader`` made in the function of the workers.
+"""Ray Train with two workers: a ``Loader`` created in the workers' function.
 
-Both share one snapshot an epoch, so growth comes one or two epochs later than with one process; every pass is whole.
-``prepare_data_loader`` is not for a ``Loader``: it wants the sampler of a DataLoader, and would replace it.
+Both workers share one snapshot per epoch, so growth appears one or two epochs later than with one process. Every pass
+is complete. ``prepare_data_loader`` does not accept a ``Loader``: it needs the sampler of a DataLoader, and would
+replace it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """What a case trained; all of them run in one cluster, since Ray Train takes ten seconds to begin."""
+    """Run all cases in one cluster, because Ray Train takes ten seconds to start. Return the record of each case."""
     folder = tmp_path_factory.mktemp("ray")
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / "ray_train.py"), "all", str(folder)],
@@ -47,7 +48,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
 
 
 def assert_grew(trained: Trained, name: str = "record") -> None:
-    """Every pass trained its snapshot, no sample lost, none twice; later ones have more."""
+    """Assert that every pass trained its snapshot, without a lost or repeated sample, and that later passes have more
+    samples.
+    """
     passes = trained.passes(name)
     assert all((distinct, again) == (snapshot, 0) for snapshot, distinct, again in passes)
     snapshots = [snapshot for snapshot, _, _ in passes]
@@ -56,14 +59,14 @@ def assert_grew(trained: Trained, name: str = "record") -> None:
 
 
 def together(*records: list[dict[str, Any]], epoch: int) -> tuple[int, int]:
-    """Distinct samples of an epoch that several fits trained, and how often any came again."""
+    """Return the distinct samples of an epoch that several fits trained, and the number of repeated ones."""
     rows = [record["epochs"].get(str(epoch), {"ids": []}) for each in records for record in each]
     ids = [number for row in rows for number in row["ids"]]
     return len(set(ids)), len(ids) - len(set(ids))
 
 
 @pytest.mark.first
-def test_every_epoch_trains_the_whole_snapshot_while_the_cache_grows(cell: Cell) -> None:
+def test_every_epoch_trains_the_complete_snapshot_while_the_cache_grows(cell: Cell) -> None:
     trained = cell("ray_train", "grow")
     assert trained.epochs()[0] == (FIRST, 0)
     assert [len(row["epochs"]["0"]["ids"]) for row in trained.ranks] == [48, 48]
@@ -71,14 +74,14 @@ def test_every_epoch_trains_the_whole_snapshot_while_the_cache_grows(cell: Cell)
     assert_grew(trained)
 
 
-def test_an_epoch_left_in_the_middle_is_gone_on_with_from_the_checkpoint(ran: Callable[[str], Trained]) -> None:
+def test_an_epoch_left_in_the_middle_resumes_from_the_checkpoint(ran: Callable[[str], Trained]) -> None:
     trained = ran("resume")
     assert trained.epochs("before") == [(LAST, 0), (90, 0)]  # 3 of 8 steps
     assert trained.epochs() == [(150, 0), (LAST, 0), (LAST, 0)]
     assert together(trained.more["before"], trained.ranks, epoch=1) == (LAST, 0)
 
 
-def test_an_epoch_is_gone_on_with_as_it_was_after_the_cache_grew(ran: Callable[[str], Trained]) -> None:
+def test_an_epoch_resumes_with_its_samples_after_the_cache_grew(ran: Callable[[str], Trained]) -> None:
     trained = ran("resume-growing")
     assert trained.epochs("before") == [(144, 0), (60, 0)]  # 2 of 5 steps
     assert trained.epochs() == [(84, 0), (LAST, 0), (LAST, 0)]
@@ -101,14 +104,14 @@ def test_default_fields_arrive_with_their_values(ran: Callable[[str], Trained]) 
     assert ran("fields").epochs() == [(FIRST, 0)]
 
 
-def test_a_loop_left_early_trains_nothing_twice(ran: Callable[[str], Trained]) -> None:
+def test_a_loop_left_early_trains_no_sample_twice(ran: Callable[[str], Trained]) -> None:
     trained = ran("stop")
     assert trained.epochs()[0] == (FIRST, 0)
     assert trained.epochs()[1][1] == 0
     assert trained.epochs()[1][0] in (60, 64), "two steps of both workers, of 144 or 96 samples"
 
 
-def test_a_second_fit_goes_on_with_the_next_epoch(ran: Callable[[str], Trained]) -> None:
+def test_a_second_fit_continues_with_the_next_epoch(ran: Callable[[str], Trained]) -> None:
     trained = ran("twice")
     assert [int(epoch) for epoch in trained.more["before"][0]["epochs"]] == [0, 1]
     assert [int(epoch) for epoch in trained.ranks[0]["epochs"]] == [2, 3]
@@ -116,9 +119,12 @@ def test_a_second_fit_goes_on_with_the_next_epoch(ran: Callable[[str], Trained])
     assert all((distinct, again) == (snapshot, 0) for snapshot, distinct, again in trained.passes())
 
 
-def test_prepare_data_loader_takes_no_loader_and_keeps_a_sampler_only_when_told(ran: Callable[[str], Trained]) -> None:
-    """With its own DistributedSampler each sample comes once, in the order of epoch 0 and without growth; with
-    add_dist_sampler=False the EpochSampler of the two workers stays, and growth comes in."""
+def test_prepare_data_loader_refuses_a_loader_and_keeps_a_sampler_only_on_request(
+    ran: Callable[[str], Trained],
+) -> None:
+    """Each sample occurs once with its own DistributedSampler, in the order of epoch 0 and without growth. With
+    add_dist_sampler=False the EpochSampler of the two workers stays, and growth appears.
+    """
     trained = ran("prepared")
     for record in trained.ranks:
         assert record["samplers"] == ["DistributedSampler", "EpochSampler"]

@@ -1,7 +1,7 @@
 """A plain DDP loop under torchrun, with two ranks on one cache.
 
-All ranks read one snapshot an epoch, the one from which its first batches were made while the epoch before was read: so
-growth comes one or two epochs later than with one process, and every pass is whole.
+All ranks read one snapshot per epoch: the one from which the epoch's first batches were built during the previous
+epoch. So growth appears one or two epochs later than with one process, and every pass is complete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.trainers
 
 
 def assert_whole(trained: Trained, name: str = "record") -> None:
-    """Every pass of the loader trained its snapshot, no sample lost, none twice."""
+    """Assert that every pass of the loader trained its snapshot, without a lost or repeated sample."""
     for snapshot, distinct, again in trained.passes(name):
         assert (distinct, again) == (snapshot, 0)
 
 
 def assert_grew(trained: Trained, name: str = "record") -> None:
-    """Besides, later passes have more samples, and none has less than the one before."""
+    """Assert also that later passes have more samples, and none has fewer than the previous one."""
     assert_whole(trained, name)
     snapshots = [snapshot for snapshot, _, _ in trained.passes(name)]
     assert snapshots == sorted(snapshots)
@@ -32,7 +32,7 @@ def assert_grew(trained: Trained, name: str = "record") -> None:
 
 
 @pytest.mark.first
-def test_every_epoch_trains_the_whole_snapshot_while_the_cache_grows(cell: Cell) -> None:
+def test_every_epoch_trains_the_complete_snapshot_while_the_cache_grows(cell: Cell) -> None:
     trained = cell("ddp_loop", "grow", ranks=2)
     assert_grew(trained)
     assert trained.epochs()[0] == (FIRST, 0)
@@ -41,7 +41,7 @@ def test_every_epoch_trains_the_whole_snapshot_while_the_cache_grows(cell: Cell)
     assert trained.warnings == []
 
 
-def test_an_epoch_left_in_the_middle_is_gone_on_with(cell: Cell) -> None:
+def test_an_epoch_left_in_the_middle_resumes(cell: Cell) -> None:
     before = cell("ddp_loop", "leave", ranks=2)
     assert before.epochs() == [(LAST, 0), (90, 0)]  # 3 of 8 steps
     after = cell("ddp_loop", "resume", ranks=2)
@@ -51,7 +51,7 @@ def test_an_epoch_left_in_the_middle_is_gone_on_with(cell: Cell) -> None:
     assert before.warnings == after.warnings == []
 
 
-def test_an_epoch_is_gone_on_with_as_it_was_after_the_cache_grew(cell: Cell) -> None:
+def test_an_epoch_resumes_with_its_samples_after_the_cache_grew(cell: Cell) -> None:
     before = cell("ddp_loop", "leave-growing", ranks=2)
     assert before.epochs() == [(144, 0), (60, 0)]  # 2 of 5 steps
     after = cell("ddp_loop", "resume", ranks=2)
@@ -60,15 +60,15 @@ def test_an_epoch_is_gone_on_with_as_it_was_after_the_cache_grew(cell: Cell) -> 
     assert before.warnings == after.warnings == []
 
 
-def test_an_epoch_of_two_ranks_is_gone_on_with_by_one(cell: Cell, tmp_path: Path) -> None:
+def test_an_epoch_of_two_ranks_can_be_resumed_by_one(cell: Cell, tmp_path: Path) -> None:
     before = cell("ddp_loop", "leave", ranks=2)
-    (tmp_path / "record-1.json").unlink()  # of a rank that is no more
+    (tmp_path / "record-1.json").unlink()  # of a rank that no longer exists
     after = cell("ddp_loop", "resume")
     assert after.epochs() == [(150, 0), (LAST, 0), (LAST, 0)]
     assert together(before, after, 1) == (LAST, 0)
 
 
-def test_an_epoch_of_one_rank_is_gone_on_with_by_two(cell: Cell) -> None:
+def test_an_epoch_of_one_rank_can_be_resumed_by_two(cell: Cell) -> None:
     before = cell("ddp_loop", "leave")
     assert before.epochs() == [(LAST, 0), (48, 0)]
     after = cell("ddp_loop", "resume", ranks=2)
@@ -77,7 +77,7 @@ def test_an_epoch_of_one_rank_is_gone_on_with_by_two(cell: Cell) -> None:
 
 
 def together(before: Trained, after: Trained, epoch: int) -> tuple[int, int]:
-    """Distinct samples of an epoch that two jobs trained, and how often any came again."""
+    """Return the distinct samples of an epoch that two jobs trained, and the number of repeated ones."""
     ids = [
         number
         for trained in (before, after)
@@ -97,7 +97,7 @@ def test_both_sides_of_a_validation_split_grow(cell: Cell) -> None:
 
 
 def ids_of(records: list[dict[str, Any]]) -> set[int]:
-    """All samples of these records."""
+    """Return all samples of these records."""
     return {number for record in records for row in record["epochs"].values() for number in row["ids"]}
 
 
@@ -108,28 +108,28 @@ def test_default_fields_arrive_with_their_values(cell: Cell) -> None:
     assert trained.warnings == []
 
 
-def test_a_loop_left_early_is_no_cut_epoch(cell: Cell) -> None:
+def test_a_loop_left_early_is_not_reported_as_a_cut_epoch(cell: Cell) -> None:
     trained = cell("ddp_loop", "stop", ranks=2)
     assert trained.epochs()[0] == (FIRST, 0)
     assert trained.epochs()[1][1] == 0
     assert trained.warnings == []
 
 
-def test_a_second_fit_goes_on_with_the_next_epoch(cell: Cell) -> None:
+def test_a_second_fit_continues_with_the_next_epoch(cell: Cell) -> None:
     trained = cell("ddp_loop", "twice", ranks=2)
     assert len(trained.passes()) == 4
     assert_grew(trained)
     assert trained.warnings == []
 
 
-def test_a_loader_made_before_the_process_group_finds_its_rank_and_one_rank_may_ask_for_the_length(cell: Cell) -> None:
+def test_a_loader_created_before_the_process_group_finds_its_rank_and_answers_len_on_one_rank(cell: Cell) -> None:
     trained = cell("ddp_loop", "before", ranks=2)
     assert trained.ranks[0]["len"] == 3
     assert [len(row["epochs"]["0"]["ids"]) for row in trained.ranks] == [48, 48]
     assert_grew(trained)
 
 
-def test_two_processes_without_a_launcher_share_a_run_by_the_store_of_torch_distributed(cell: Cell) -> None:
+def test_two_processes_without_a_launcher_share_a_run_through_torch_distributeds_store(cell: Cell) -> None:
     trained = cell("ddp_loop", "spawned")
     assert [len(row["epochs"]["0"]["ids"]) for row in trained.ranks] == [48, 48]
     assert_grew(trained)

@@ -1,4 +1,6 @@
-"""``convert INPUT --to hdf5 --out OUT --shard-size SIZE`` in one process, killed before it finishes its third part."""
+"""Runs ``convert INPUT --to hdf5 --out OUT --shard-size SIZE`` in one process, which is killed before it finishes its
+third part.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def killed_third(self: shard.PlainFile) -> Any:
 
 
 class Here:
-    """In place of the engine: the tasks run in this process."""
+    """An engine that runs the tasks in this process."""
 
     def run(self, tasks: Any, on_message: Any = None) -> Any:
         return [export.write_parts(self, **dict(task.arguments)) for task in tasks]

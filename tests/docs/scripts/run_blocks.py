@@ -54,7 +54,7 @@ class Shell:
 
 
 def matches(wanted: str, got: str) -> bool:
-    """Whether ``got`` is what a page says, in which ``...`` is anything."""
+    """Return True if ``got`` matches the text of a page, in which ``...`` stands for anything."""
     pattern = ""
     for line in (line.rstrip() for line in wanted.splitlines()):
         pattern += r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + "\n"
@@ -62,7 +62,7 @@ def matches(wanted: str, got: str) -> bool:
 
 
 def interrupted(command: str) -> str:
-    """What runs a command until it has written a shard, and interrupts it then."""
+    """Return a shell line that runs a command until it has written a shard, then interrupts it."""
     words = shlex.split(command)
     shards = shlex.quote(f"{words[words.index('--cache') + 1]}/shards")
     return (
@@ -87,8 +87,9 @@ def console(shell: Shell, text: str, error: str | None = None) -> None:
             got, _, document = got.partition("\n{")
             found = json.loads("{" + document)
             assert (found["error"], found["exit_code"]) == (error, code), f"$ {command}\nended with {found}"
-        # How far a pull is, which it says of itself when it takes seconds, as on a busy machine.
-        got = re.sub(r"^pulling: .*\n", "", got, flags=re.MULTILINE) if "pulling: " not in wanted else got
+        # On a busy machine a command that takes seconds prints its progress.
+        progress = r"^(?:pulling|looking at samples|listing): .*\n"
+        got = re.sub(progress, "", got, flags=re.MULTILINE) if "pulling: " not in wanted else got
         assert matches(wanted, got), f"$ {command}\nprinted ({code}):\n{got}"
 
 
@@ -145,7 +146,7 @@ def run(page: list[dict[str, Any]]) -> bool:
                 ast.increment_lineno(tree, block["line"] - 1)  # so that tracebacks, and TensorFlow, find its source
                 exec(compile(tree, str(ROOT / block["page"]), "exec"), names)
             elif block["language"] == "console":
-                console(shell, text, block["section"] if block["page"] == "docs/errors.md" else None)
+                console(shell, text, block["section"] if block["page"] == "docs/reference/errors.md" else None)
             elif block["language"] == "sh":
                 commands(shell, text)
             else:

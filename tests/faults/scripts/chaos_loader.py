@@ -1,7 +1,7 @@
-"""A training program for the chaos run: it compares all values, and goes on from its state when it is started again.
+"""A training program for the chaos run: it compares all values, and resumes from its state when it is started again.
 
-``chaos_loader.py ROOT FOLDER SEED [SOURCE]``: FOLDER keeps its state and its ledger, a line of JSON for each batch.
-With SOURCE it pulls in the background too.
+``chaos_loader.py ROOT FOLDER SEED [SOURCE]``: FOLDER keeps its state and its ledger, one line of JSON per batch. With
+SOURCE it also pulls in the background.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(root: str, folder: Path, seed: int, source: str | None) -> None:
         lines: list[str] = []
         if saved.exists():
             state = json.loads(saved.read_text())
-            lines = ledger.read_text().splitlines()[: state["lines"]]  # a kill came between the two files
+            lines = ledger.read_text().splitlines()[: state["lines"]]  # a kill came between the writes of the two files
             loader.load_state_dict(state["loader"])
         ledger.write_text("".join(f"{line}\n" for line in lines))
         count = len(lines)
@@ -48,12 +48,12 @@ def main(root: str, folder: Path, seed: int, source: str | None) -> None:
         except cachetool.UsageError as error:
             if "evicted" not in str(error):
                 raise
-            saved.unlink()  # what the epoch consists of went while nobody had a lease: it begins anew
+            saved.unlink()  # samples of the epoch were evicted while no process leased them, so the epoch starts again
             ledger.rename(ledger.with_name(f"ledger-{os.getpid()}"))
 
 
 def keep(path: Path, value: object) -> None:
-    """Replace a file whole."""
+    """Replace a file atomically."""
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(json.dumps(value))
     os.replace(aside, path)

@@ -1,4 +1,4 @@
-"""A program that adds to a counter in the catalog, while threads of its own read all files of the cache."""
+"""A program that increments a counter in the catalog while its threads read all files of the cache."""
 
 from __future__ import annotations
 

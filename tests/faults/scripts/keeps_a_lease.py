@@ -1,4 +1,4 @@
-"""A program that leases a snapshot, then does something that loses locks or outlives it, as told, and waits."""
+"""A program that leases a snapshot, then does something that loses locks or outlives it, by its argument, and waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = [path for path in ROOT.rglob("*") if path.is_file()]
 
 
 def outlive() -> None:
-    """Be a child that lives when its parent is gone, until somebody kills its process group."""
+    """Become a child that survives its parent until its process group is killed."""
     time.sleep(600)
 
 

@@ -1,6 +1,7 @@
-"""Plant links to a file outside wherever a cache is about to write, and take them away: ROOTS TARGET COUNT [USER].
+"""Plants links to an outside file at every path that a cache is about to write, and removes them: ROOTS TARGET COUNT
+[USER].
 
-Prints how many could be planted and how many were refused, at the end of stdin or once COUNT were tried.
+Prints how many links were planted and how many were refused, at the end of stdin or after COUNT attempts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LISTING = ("objects.npy", "blocks.npy", "sizes.npy", "units.npy", "listing.json"
 
 
 def names(root: Path) -> list[Path]:
-    """Where a command may be about to make a file."""
+    """Yield the paths at which a command may be about to create a file."""
     places = [root / name for name in (*OWN, "shards", "holders", "listings")]
     places.append(root / "holders" / f"{secrets.token_hex(8)}.lock")
     for folder, files in ((root / "shards", SHARD), (root / "listings", LISTING)):
@@ -35,7 +36,7 @@ def names(root: Path) -> list[Path]:
 
 
 def main(roots: str, target: str, count: int) -> None:
-    """Go round until it is enough."""
+    """Plant links again and again until COUNT attempts."""
     planted = refused = 0
     while planted + refused < count and not select.select([0], [], [], 0)[0]:
         for root in sorted(Path(roots).iterdir()) if Path(roots).is_dir() else []:

@@ -1,4 +1,4 @@
-"""A program that stops itself in the middle of a transaction of the catalog, as ``Ctrl-Z`` does."""
+"""A program that stops itself in the middle of a catalog transaction, as ``Ctrl-Z`` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ with open_cache(root) as cache:
         connection.execute("SELECT * FROM cache").fetchall()
         if where == "writing":
             connection.execute("UPDATE evictions SET shards = shards + 1")
-        if where == "spilling":  # which is a commit as far as others can see
+        if where == "spilling":  # other processes see it as a commit
             connection.execute("PRAGMA cache_size = 1")
             connection.execute("CREATE TABLE large (x)")
             connection.executemany("INSERT INTO large VALUES (?)", [(bytes(900),)] * 100)

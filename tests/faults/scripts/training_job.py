@@ -1,6 +1,6 @@
-"""One training job on the small world's cache: epochs through a DataLoader whose workers are forked or spawned.
+"""One training job on the cache of ``world.py``: epochs through a DataLoader whose workers are forked or spawned.
 
-``training_job.py METHOD ROOT EPOCHS`` compares every sample with what it must be and prints one line of JSON.
+``training_job.py METHOD ROOT EPOCHS`` compares every sample with the expected one and prints one line of JSON.
 """
 
 from __future__ import annotations

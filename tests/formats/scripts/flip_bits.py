@@ -1,7 +1,7 @@
 """Child process of the corruption tests: ``flip_bits.py FORMAT FOLDER COUNT SEED`` flips single bits and reads.
 
-Prints how many flips gave an error, how many changed nothing that is read; ends with 1 at any other outcome. A process
-of its own, since a library that follows a damaged pointer dies.
+Prints how many flips raised an error and how many changed no value; exits with 1 at any other outcome. It is a separate
+process, because a library that follows a damaged pointer may crash.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Child process with the ``tfrecord`` package in it: ``tfrecord_package.py FOLDER``.
+"""Child process that imports the ``tfrecord`` package: ``tfrecord_package.py FOLDER``.
 
-Reads ``ours.tfrecord`` by ``tfrecord_loader`` into ``ours.json`` (field name to lists of numbers, or hexadecimal
+Reads ``ours.tfrecord`` by ``tfrecord_loader`` and writes ``ours.json`` (field name to lists of numbers, or hexadecimal
 bytes).
 """
 

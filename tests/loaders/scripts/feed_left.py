@@ -1,5 +1,6 @@
-"""What is left after each way in which iterating a loader ends, as one line of JSON. Arguments: cache, workers, and
-whose loader: ``numpy`` or ``torch``."""
+"""Prints what remains after each way in which iterating a loader ends, as one line of JSON. Arguments: cache, workers,
+and the loader: ``numpy`` or ``torch``.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def killed_follower() -> None:
 
 
 def measured(cache: CacheDir) -> dict[str, int]:
-    """Processes, zombies among them; descriptors, threads; maps and segments of shared memory; leases."""
+    """Return processes (and zombies), descriptors, threads, maps and segments of shared memory, and leases."""
     tasks = _children("self")
     files = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
     shared = [*files, *_targets()]
@@ -98,10 +99,10 @@ def measured(cache: CacheDir) -> dict[str, int]:
 
 
 def _children(pid: str) -> list[list[str]]:
-    """Of each thread of a process, the processes that it started."""
+    """Return the child processes that each thread of a process started."""
     tasks = []
     for task in Path("/proc").glob(f"{pid}/task/*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process that has ended meanwhile
             tasks.append((task / "children").read_text().split())
     return tasks
 
@@ -118,7 +119,7 @@ def main() -> None:
     out: dict[str, Any] = {}
     with open_cache(root) as cache:
         for end in (exhausted, failed):
-            end()  # what is imported and opened once for all
+            end()  # imports and files that are opened once
         measured(cache)
         for end in ends:
             before = measured(cache)

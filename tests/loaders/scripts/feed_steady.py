@@ -1,4 +1,4 @@
-"""A loader over many epochs with few descriptors; what grew, as one line of JSON.
+"""Runs a loader over many epochs with few descriptors, and prints what grew, as one line of JSON.
 
 ``feed_steady.py CACHE WORKERS DESCRIPTORS``
 """
@@ -19,7 +19,7 @@ EPOCHS = 50
 
 
 def measured(pids: list[int]) -> dict[str, int]:
-    """Memory in KiB, descriptors, threads and maps of these processes together."""
+    """Return memory in KiB, descriptors, threads and maps of these processes together."""
     found = {"memory": 0, "descriptors": 0, "threads": 0, "maps": 0}
     for pid in pids:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -31,7 +31,7 @@ def measured(pids: list[int]) -> dict[str, int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and theirs."""
+    """Return all descendants of a process."""
     text = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     return [each for child in map(int, text.split()) for each in (child, *descendants(child))]
 
@@ -49,11 +49,11 @@ def main(root: str, workers: int, descriptors: int) -> None:
                 if epoch % 7 == 3 and step == 9:
                     break
             del batch, kept
-            if epoch == 9:  # by then all slots and buffers have the size that they need
+            if epoch == 9:  # by then all slots and buffers have reached their size
                 pids = [os.getpid(), *descendants(os.getpid())]
                 before = measured(pids)
         after = measured(pids)
-    assert len(pids) == 1 + (workers + 1 if workers else 0)  # feeders, and what keeps them
+    assert len(pids) == 1 + (workers + 1 if workers else 0)  # the feeders, and the process that keeps them
     print(json.dumps({"read": len(read), "grown": {name: after[name] - before[name] for name in before}}))
 
 

@@ -1,9 +1,9 @@
-"""A training of ten epochs beside a background pull into a cache of a fifth of the data.
+"""Trains ten epochs beside a background pull into a cache of a fifth of the data.
 
-``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW SHARE EPOCHS``. The samples are ``x``, an array whose
-first number names it. Each epoch is followed by a pause until SHARE samples wait that no snapshot had, or the puller
-can do nothing before the next snapshot; during one epoch the puller is frozen, which the epoch must not notice. Prints
-one line of JSON.
+``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW SHARE EPOCHS``. Samples are ``x``, an array whose first
+number is the sample's number. After each epoch the program waits until SHARE samples are new to every snapshot, or
+until the pull cannot continue before the next snapshot. During one epoch the pull is frozen, which the epoch must not
+notice. Prints one line of JSON.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from cachetool.core.errors import CatalogError
 
 kind, source, root, cap, renew, share, epochs = sys.argv[1:]
 FROZEN = 3
-"""The epoch that runs beside a frozen puller."""
+"""The epoch that runs beside a frozen pull."""
 
 
 def batches_of(cache: Any) -> Any:
-    """An iterable whose every turn is an epoch, over arrays of the first numbers."""
+    """Return an iterable whose every iteration is an epoch, over arrays of the first numbers."""
     if kind == "torch":
         from torch.utils.data import DataLoader
 
@@ -59,7 +59,7 @@ def batches_of(cache: Any) -> Any:
 
 def tree_bytes(folder: str) -> int:
     total = 0
-    for place, _, names in os.walk(folder):  # what is deleted meanwhile is passed over
+    for place, _, names in os.walk(folder):  # files that are deleted meanwhile are skipped
         for name in ("", *names):
             with contextlib.suppress(FileNotFoundError):
                 found = os.lstat(os.path.join(place, name))
@@ -72,7 +72,7 @@ def processes(pid: int) -> list[int]:
 
 
 def freeze(pids: list[int]) -> None:
-    """Stop the processes at a moment at which none of them is inside a transaction, which others would wait for."""
+    """Stop the processes at a moment when none of them is in a transaction, because others would wait for it."""
     catalog = Path(root) / "catalog.sqlite3"
     while True:
         for pid in pids:
@@ -95,7 +95,7 @@ def thaw(pids: list[int]) -> None:
 
 
 def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | None = None) -> None:
-    """One epoch: the numbers of its samples, the time of its steps."""
+    """Run one epoch. Record the numbers of its samples and the time of its steps."""
     numbers: list[int] = []
     steps = []
     weights = np.ones((256, 256), dtype=np.float32)
@@ -117,14 +117,15 @@ def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | No
 
 
 def fresh(cache: Any) -> int:
-    """Samples that no snapshot had."""
+    """Return the number of samples that no snapshot contained."""
     query = "SELECT sum(samples) FROM shards WHERE state = 'ready' AND since > (SELECT seen FROM cache)"
     return int(cache.catalog.rows(query)[0][0] or 0)
 
 
 def stuck(cache: Any) -> bool:
-    """Whether the puller finds no room before the next snapshot: what is free is too little for the shard that waits,
-    nothing leaves or is being written, and all that is there is being read, or was not read yet."""
+    """Return True if the pull cannot get space before the next snapshot. Then the free space is too small for the
+    waiting shard, no shard is retiring or being written, and all shards are in use or unread.
+    """
     with cache.catalog.read() as connection:
 
         def found(query: str) -> Any:
@@ -150,7 +151,7 @@ def main() -> None:
                 out["committed"].append(before.samples)
                 out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE bytes_wanted > 0")))
                 if kind == "loader":
-                    batches.refresh()  # the pull went on since the end of the epoch before
+                    batches.refresh()  # the pull continued after the end of the previous epoch
                 train(batches, out, frozen=processes(before.pid) if epoch == FROZEN else None)
                 deadline = time.monotonic() + 200
                 while fresh(cache) < int(share) and not stuck(cache):

@@ -1,4 +1,4 @@
-"""``prefetch_to_device`` on JAX's CPU device. ``jax_prefetch.py ROOT``, ROOT an empty folder."""
+"""Runs ``prefetch_to_device`` on JAX's CPU device. ``jax_prefetch.py ROOT``, ROOT an empty folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def loader_batches(cache: CacheDir, out: dict[str, Any]) -> None:
-    """All batches of an epoch are kept, through many more than the ring has slots, and compared at the end."""
+    """Keep all batches of an epoch while the ring's slots are reused many times, and compare them at the end."""
     fields = ["number", "x", "words", "ragged"]
     with Loader(cache, batch_size=8, fields=fields, shuffle=False, workers=1, prefetch=3) as loader:
         kept, counted = [], []
@@ -67,7 +67,7 @@ def loader_batches(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def refilled(out: dict[str, Any]) -> None:
-    """An iterable that fills one aligned array, which JAX on a CPU would take for its own, again and again."""
+    """Fill one aligned array again and again. JAX on a CPU would use its memory without a copy."""
     raw = np.empty(2**16 + 16, dtype=np.float32)
     start = (-raw.ctypes.data % 64) // 4
     array = raw[start : start + 2**16]
@@ -94,7 +94,7 @@ def trees(out: dict[str, Any]) -> None:
 
 
 def ends(out: dict[str, Any]) -> None:
-    """How far ahead it goes, what an error leaves, and what is left of one that was abandoned."""
+    """Record how far the prefetcher reads ahead, and what an error and an abandoned iterator leave."""
     taken: list[int] = []
     closed: list[bool] = []
     seen: list[weakref.ref[np.ndarray]] = []
@@ -148,12 +148,14 @@ def ends(out: dict[str, Any]) -> None:
 
 
 def kept(out: dict[str, Any]) -> None:
-    """A device that is no CPU: a batch here is kept until its copy has arrived, which the CPU's own copies show too."""
+    """Simulate a device that is not a CPU: a batch on the host is kept until its copy has arrived, as with the CPU's
+    own copies.
+    """
     seen: list[weakref.ref[np.ndarray]] = []
 
     def batches() -> Iterator[np.ndarray]:
         for number in range(5):
-            array = np.full(1001, number, np.float32)[1:]  # at an address whose memory JAX does not take for its own
+            array = np.full(1001, number, np.float32)[1:]  # at an address whose memory JAX does not use without a copy
             seen.append(weakref.ref(array))
             yield array
             del array
@@ -164,7 +166,7 @@ def kept(out: dict[str, Any]) -> None:
 
 
 def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
-    """The first batch comes though those behind it are only made once it is here."""
+    """Check that the first batch is delivered although the next batches are only produced after it."""
 
     def after(sample: dict[str, Any]) -> dict[str, Any]:
         until = time.monotonic() + 60
@@ -182,7 +184,7 @@ def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
 
 
 def fixed_epochs(cache: CacheDir, out: dict[str, Any]) -> None:
-    """Epochs of a fixed length count what is handed out, not what is on its way."""
+    """Check that epochs of a fixed length count delivered batches, not those on their way."""
     with Loader(cache, batch_size=8, fields=["number"], workers=1) as loader:
         view = loader.epochs_of(steps=5)
         batches = prefetch_to_device(view, size=4)

@@ -1,4 +1,4 @@
-"""Runs a notebook in a Jupyter kernel and prints what its cells printed. ``notebook.py FOLDER CELL...``."""
+"""Runs a notebook in a Jupyter kernel and prints the output of its cells. ``notebook.py FOLDER CELL...``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 folder, *cells = sys.argv[1:]
-for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):  # nothing of the user's
+# uses none of the user's files
+for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
     os.environ[name] = str(Path(folder) / name.lower())
 
 from nbclient import NotebookClient  # noqa: E402 - reads the environment

@@ -1,4 +1,4 @@
-"""One epoch of all, and one of a side of a split, of ``make_dataset``."""
+"""Runs one epoch of all samples, and one of a side of a split, with ``make_dataset``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``make_dataset`` over caches that grow. ``tensorflow_growth.py ROOT``, ROOT an empty folder."""
+"""Runs ``make_dataset`` over growing caches. ``tensorflow_growth.py ROOT``, ROOT an empty folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.loaders.processes import until
 
 
 def plain(value: Any) -> Any:
-    """Nested lists of Python values of anything that TensorFlow or NumPy gives."""
+    """Convert any value of TensorFlow or NumPy to nested lists of Python values."""
     if isinstance(value, tf.RaggedTensor):
         return value.to_list()
     value = value.numpy() if hasattr(value, "numpy") else value
@@ -58,7 +58,7 @@ def summary(found: list[int]) -> list[int]:
 
 
 def dtypes(root: Path, out: dict[str, Any]) -> None:
-    """Every dtype, plain and compressed, equal to what was written and in its order."""
+    """Compare every dtype, uncompressed and compressed, with the written values in their order."""
     with open_cache(root / "every", max_size="20MB") as cache:
         put(cache, range(5), schema=EVERY, format="tfrecord")
         put(cache, range(5, 10), schema=EVERY, format="tfrecord", compression="gzip")
@@ -105,7 +105,7 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     again = make_dataset(cache, batch_size=50, fields=["number"], shuffle_buffer=200, seed=6)
     same = [numbers(iter(make_dataset(cache, batch_size=50, shuffle_buffer=200, seed=6).take(4))) for _ in range(2)]
     out["seed"] = [same[0] == same[1], same[0] == numbers(iter(again.take(4))), same[0] == second[:200]]
-    tf.random.set_seed(0)  # of which a seed that is a tensor makes an error elsewhere
+    tf.random.set_seed(0)  # elsewhere a seed that is a tensor is an error here
     drawn = tf.random.uniform([4]).numpy().tolist()
     tf.random.set_seed(0)
     same.append(numbers(iter(make_dataset(cache, batch_size=50, shuffle_buffer=200, seed=6).take(4))))
@@ -131,11 +131,11 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     out["abandoned"] = [held, len(leases(cache))]
     iterator = iter(dataset)
     next(iterator)
-    with cache.catalog.write():  # where the garbage collector may run as well
+    with cache.catalog.write():  # the garbage collector may run here as well
         del iterator
     until(lambda: not leases(cache))
 
-    # An epoch reads to its end what is evicted meanwhile; the next one does without.
+    # An epoch reads evicted samples to its end. The next epoch does not have them.
     found = []
     for step, batch in enumerate(dataset):
         found += numbers(iter([batch]))
@@ -155,7 +155,7 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def in_a_function(cache: CacheDir, out: dict[str, Any]) -> None:
-    """A dataset whose functions Python has let go of, beside one that takes their place, in a loop that is traced."""
+    """Use a dataset whose functions Python has released, beside one that replaces them, in a traced loop."""
     dataset = make_dataset(cache, batch_size=100, fields=["number"], shuffle_buffer=100)
     gc.collect()
     tf.config.run_functions_eagerly(True)
@@ -173,7 +173,7 @@ def in_a_function(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def turns(root: Path, out: dict[str, Any]) -> None:
-    """How often Python is called for epochs of 50 and of 5,000 samples in one and in four files."""
+    """Count the calls into Python for epochs of 50 and of 5,000 samples in one and in four files."""
     elements: list[int] = []
     calls: list[int] = []
     from_generator, call = tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__
@@ -207,7 +207,7 @@ def turns(root: Path, out: dict[str, Any]) -> None:
 
 
 def sides(root: Path, out: dict[str, Any]) -> None:
-    """Train and validation of a cache that grows, and what the NumPy loader has on each side."""
+    """Compare train and validation of a growing cache with the sides of the NumPy loader."""
     found: list[Any] = []
     with open_cache(root / "sides", max_size="20MB") as cache:
         put(cache, range(400), schema=KEYED, format="tfrecord")
@@ -245,7 +245,9 @@ def sides(root: Path, out: dict[str, Any]) -> None:
 
 
 def large(root: Path, out: dict[str, Any]) -> None:
-    """Records so large that they are read and parsed in other ways; of one file the last bytes are damaged."""
+    """Read records that are large enough for other ways of reading and parsing. The last bytes of one file are
+    damaged.
+    """
     for nbytes in (2**17, 2**19):
         schema = Schema((Field("x", "<f4", (nbytes // 4,)), Field("number", "<i8"), Field("words", "str")))
         with open_cache(root / f"large {nbytes}", max_size="90MB") as cache:
@@ -269,7 +271,7 @@ def large(root: Path, out: dict[str, Any]) -> None:
 
 
 def fit(cache: CacheDir, out: dict[str, Any]) -> None:
-    """``model.fit`` over it: every epoch is a pass over what is there."""
+    """Run ``model.fit`` over the dataset: every epoch is a pass over the current samples."""
     seen: list[int] = []
     model = keras.Sequential([keras.Input((4, 3)), keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile(loss="mse", optimizer="sgd")

@@ -1,4 +1,4 @@
-"""What ``make_dataset(as_supervised=...)`` gives, and whether Keras trains on it."""
+"""Prints the elements of ``make_dataset(as_supervised=...)``, and trains Keras on them."""
 
 import json
 import sys

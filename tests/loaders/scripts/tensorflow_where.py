@@ -1,4 +1,4 @@
-"""Which samples of a cache of TFRecord shards ``make_dataset`` gives with ``where=``."""
+"""Prints the samples of a cache of TFRecord shards that ``make_dataset`` selects with ``where=``."""
 
 import json
 import sys
@@ -18,6 +18,6 @@ out["both"] = numbers(make_dataset(cache, batch_size=16, split="train", validati
 try:
     for _ in make_dataset(cache, batch_size=16, where={"label": 100}, repeat=True):
         pass
-except Exception as error:  # noqa: BLE001 - TensorFlow wraps what the cache raises
+except Exception as error:  # noqa: BLE001 - TensorFlow wraps the cache's error
     out["nothing"] = str(error)
 print(json.dumps(out))

@@ -1,4 +1,6 @@
-"""What the loader for PyTorch hands out, and what keeps a batch; prints one line of JSON. Argument: an empty folder."""
+"""Checks the batches of the loader for PyTorch, and the objects that keep a batch in use. Prints one line of JSON.
+Argument: an empty folder.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,20 @@ def seen(batch: dict[str, Any], schema: Any) -> list[str]:
 
 
 KINDS = 9
-"""Of what is derived of a batch."""
+"""Kinds of objects derived from a batch."""
 
 
 class Graph(NamedTuple):
-    """What autograd keeps of a batch: the product of it and a leaf, whose gradient will be the batch."""
+    """The part of a batch that autograd keeps: the product of the batch and a leaf, whose gradient will be the
+    batch.
+    """
 
     leaf: torch.Tensor
     product: torch.Tensor
 
 
 def derived(batch: dict[str, Any], step: int) -> tuple[Any, Any]:
-    """Something made of a batch that sees its memory, or has its bytes, and a copy of those."""
+    """Derive an object that refers to a batch's memory or holds its bytes. Return it with a copy of those bytes."""
     x = batch["x"]
     if step % KINDS == 0:
         leaf = torch.ones_like(x, requires_grad=True)
@@ -82,7 +86,7 @@ def same(look: Any, copy: Any) -> bool:
 
 
 class FakeModule:
-    """A device module on a machine without a device: records what is asked of it."""
+    """A device module on a machine without a device. It records the calls."""
 
     log: ClassVar[list[str]] = []
 
@@ -115,7 +119,7 @@ class FakeModule:
             FakeModule.log.append(f"record {self.number}")
 
         def query(self) -> bool:
-            return False  # no copy is ever seen to be done: all batches must be kept
+            return False  # no copy ever counts as finished, so all batches must be kept
 
     @staticmethod
     def current_stream(device: Any) -> Any:
@@ -123,7 +127,7 @@ class FakeModule:
 
 
 def positions(loader: Loader, batches: Any) -> list[int | None]:
-    """How many samples are delivered according to the loader, after each of the batches."""
+    """Return the number of samples that the loader counts as delivered after each batch."""
     found = []
     for _ in batches:
         resume = loader.state_dict()["resume"]
@@ -132,7 +136,7 @@ def positions(loader: Loader, batches: Any) -> list[int | None]:
 
 
 def prefetched(root: Path) -> dict[str, Any]:
-    """Batches through a :class:`DevicePrefetcher` of a device that is none."""
+    """Run batches through a :class:`DevicePrefetcher` for a simulated device."""
     recorded = []
     real_module, real_record = torch.get_device_module, torch.Tensor.record_stream
     torch.get_device_module = lambda device: FakeModule  # type: ignore[assignment]
@@ -200,7 +204,7 @@ def main(root: Path) -> None:
             out["pickled"] = seen(again, SMALL) == seen(batch, SMALL)
             shared = batch["x"].clone().share_memory_()
             out["shared"] = torch.equal(shared, batch["x"])
-            batch["x"] += 1  # a batch is the user's own
+            batch["x"] += 1  # the user owns the batch and may change it
             del kept, batch, again
             out["held"] = [ring.batches_in_use for ring in loader._feed._rings]  # type: ignore[union-attr]
         out["prefetched"] = prefetched(root)

@@ -1,4 +1,4 @@
-"""A cache that grows and shrinks under persistent workers. ``torch_growth.py KIND METHOD ROOT``, ROOT to be made."""
+"""Grows and shrinks a cache under persistent workers. ``torch_growth.py KIND METHOD ROOT``; creates ROOT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loaders.numbered import leases, put
 
 
 def evict_oldest(cache: CacheDir) -> bool:
-    """Choose the oldest shard for eviction; whether it has to wait for a reader."""
+    """Evict the oldest shard. Return True if the eviction waits for a reader."""
     try:
         cache.evict(cache.usage().total - 1)
     except CapBlocked:
@@ -26,7 +26,7 @@ def evict_oldest(cache: CacheDir) -> bool:
 
 
 def numbers(batches: Any) -> list[int]:
-    """First and last number of all samples, how many there are, and how many different ones."""
+    """Return the first and last number of all samples, how many samples there are, and how many different ones."""
     found = [n for batch in batches for n in batch["number"].tolist()]
     return [min(found), max(found), len(found), len(set(found))]
 
@@ -43,7 +43,7 @@ def main(kind: str, method: str, root: str) -> None:
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
     loader = DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=dataset.collate, **options)
 
-    # A shard that arrives in the middle of an epoch is in the next one.
+    # A shard that arrives in the middle of an epoch is in the next epoch.
     first = []
     for step, batch in enumerate(loader):
         first.append(batch)
@@ -55,7 +55,7 @@ def main(kind: str, method: str, root: str) -> None:
     order = [n for batch in second for n in batch["number"].tolist()]
     out["shuffled"] = order != sorted(order)
 
-    # An evicted shard stays until the epoch that reads it is over, and is in no later one.
+    # An evicted shard stays until the epoch that reads it has ended, and is in no later epoch.
     third = []
     for step, batch in enumerate(loader):
         if step == 0:
@@ -66,18 +66,18 @@ def main(kind: str, method: str, root: str) -> None:
     put(cache, range(80, 100))
     out["epoch 4"], out["on disk later"] = numbers(loader), len(list(cache.layout.shards.iterdir()))
 
-    # An epoch that is broken off, with batches in flight, does not disturb the next one.
+    # An interrupted epoch with batches in flight does not disturb the next epoch.
     next(iter(loader))
     out["waits again"] = evict_oldest(cache)
     put(cache, range(100, 120))
     out["epoch 6"], out["epochs"] = numbers(loader), sampler.epoch
     del loader
 
-    # Batches of indices, the loader's own collate function, workers for one epoch only.
+    # Batches of indices, the loader's own collate function, and workers for one epoch only.
     batched = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 8, drop_last=False), num_workers=2)
     out["batched"] = numbers(batched)
 
-    # Indices without a version: right while nothing left, refused after an eviction.
+    # Indices without a version are valid until a shard is evicted, and refused afterwards.
     plain = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=dataset.collate, **options)
     out["plain 1"] = numbers(plain)
     put(cache, range(120, 140))
@@ -89,7 +89,7 @@ def main(kind: str, method: str, root: str) -> None:
     fresh = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=dataset.collate, num_workers=2)
     out["plain, new workers"] = numbers(fresh)
 
-    # An index of a snapshot that is over.
+    # An index of a snapshot that has ended.
     try:
         out["old index"] = int(dataset[old]["number"])
     except CacheToolError as error:
@@ -102,8 +102,9 @@ def main(kind: str, method: str, root: str) -> None:
     dataset.close()
     out["leases at the end"] = len(leases(cache))
     print(json.dumps(out))
-    for worker in plain._iterator._workers:  # else PyTorch waits five seconds for each after an error in one of them
-        with contextlib.suppress(RuntimeError):  # what PyTorch raises when the signal of its end arrives
+    # otherwise PyTorch waits five seconds for each worker after an error in one of them
+    for worker in plain._iterator._workers:
+        with contextlib.suppress(RuntimeError):  # PyTorch raises this if the signal of a worker's end arrives
             worker.kill()
 
 

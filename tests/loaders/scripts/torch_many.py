@@ -1,4 +1,4 @@
-"""What PyTorch's datasets read with few descriptors. ``torch_many.py ROOT DESCRIPTORS``; prints one line of JSON.
+"""Reads PyTorch's datasets with few descriptors. ``torch_many.py ROOT DESCRIPTORS``; prints one line of JSON.
 
 ROOT is a cache with the datasets ``mixed`` (all formats) and ``lmdb``.
 """

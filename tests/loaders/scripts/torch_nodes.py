@@ -1,5 +1,6 @@
-"""One of the processes of a job on nodes with a share of one source each: the keys it read, epoch by epoch, as one line
-of JSON. Arguments: cache of the node, source, and what the node pulls after its first epochs."""
+"""One process of a job on nodes that have a part of one source each. Prints the keys that it read in each epoch as one
+line of JSON. Arguments: the node's cache, the source, and the samples that the node pulls after its first epochs.
+"""
 
 from __future__ import annotations
 

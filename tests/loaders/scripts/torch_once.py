@@ -1,4 +1,4 @@
-"""Every sample exactly once, equal to what was written: both datasets under one start method of workers.
+"""Checks that both datasets deliver every sample exactly once and unchanged, under one start method of workers.
 
 ``torch_once.py METHOD ROOT``: ROOT is a cache with the datasets ``mixed`` (all formats, every dtype) and ``lmdb``.
 """
@@ -20,7 +20,7 @@ BATCH = 7
 
 
 def batches(dataset: Any, loader: DataLoader[Any], epochs: int) -> list[list[str]]:
-    """The digests of each epoch's samples, sorted."""
+    """Return the sorted digests of each epoch's samples."""
     out = []
     for _ in range(epochs):
         seen = []
@@ -35,7 +35,7 @@ def main(method: str, root: str) -> None:
     if method == "forkserver":
         multiprocessing.set_forkserver_preload(["torch"])
     cases = list(itertools.product(("mixed", "lmdb"), (0, 2, 8), (False, True)))
-    if method == "spawn":  # every worker imports torch anew, which takes seconds
+    if method == "spawn":  # each spawned worker imports torch, which takes seconds
         cases = [("mixed", 2, True), ("lmdb", 4, False)]
     results = []
     for name, workers, persistent in cases:
@@ -44,7 +44,7 @@ def main(method: str, root: str) -> None:
         dataset = CacheDataset(root, dataset=name) if name == "mixed" else LMDBDataset(root, dataset=name)
         assert dataset.schema == (EVERY if name == "mixed" else SMALL)
         with dataset:
-            # What the parent has read and opened must not matter to its workers.
+            # Files that the parent has read and opened must not affect its workers.
             before = digest(dataset.schema, dataset[3])
             loader = DataLoader(
                 dataset,

@@ -1,4 +1,6 @@
-"""Shards outside any cache through the loader for PyTorch; prints the words of two epochs. Arguments: their paths."""
+"""Reads shards outside any cache with the loader for PyTorch, and prints the words of two epochs. Arguments: their
+paths.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One rank of a job: the numbers it read, epoch by epoch, and what is said when it begins another one than the others,
-as one line of JSON. Arguments: rank, ranks, port, cache."""
+"""One rank of a job. Prints the numbers that it read in each epoch, and the error when it begins another epoch than the
+other ranks, as one line of JSON. Arguments: rank, ranks, port, cache.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ def main(rank: int, world_size: int, port: str, root: str) -> None:
             for batch in batches:
                 assert len(loader) - len(batches) == len(epoch) + 1, (len(loader), len(batches))  # type: ignore[arg-type]
                 epoch.append(batch["number"].tolist())
-                torch.distributed.barrier()  # as the gradients of a training step
+                torch.distributed.barrier()  # as the gradients of a training step do
             epochs.append(epoch)
         for _ in loader:
-            break  # all of them; the epoch behind it is one for all again
+            break  # all ranks; the next epoch is common to all again
         epochs.append([batch["number"].tolist() for batch in loader])
         apart = ""
         if rank == 0:

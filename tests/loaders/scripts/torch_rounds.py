@@ -1,7 +1,7 @@
-"""Map-style datasets over a cache that grows three times and shrinks once, each time in the middle of an epoch.
+"""Runs map-style datasets over a cache that grows three times and shrinks once, each time in the middle of an epoch.
 
-``torch_rounds.py cache|lmdb METHOD ROOT WORKERS...``: a number of workers, ``8p`` for eight persistent ones; ROOT is to
-be made.
+``torch_rounds.py cache|lmdb METHOD ROOT WORKERS...``: a number of workers, ``8p`` for eight persistent ones; creates
+ROOT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.loaders.numbered import SMALL, digest, leases, put
 
 
 def evict_oldest(cache: CacheDir) -> bool:
-    """Choose the oldest shard for eviction; whether it has to wait for a reader."""
+    """Evict the oldest shard. Return True if the eviction waits for a reader."""
     try:
         cache.evict(cache.usage().total - 1)
     except CapBlocked:
@@ -31,7 +31,7 @@ def evict_oldest(cache: CacheDir) -> bool:
 
 
 def epoch(loader: DataLoader[Any], meanwhile: Callable[[], Any] = lambda: None) -> tuple[list[str], Any]:
-    """The digests of all samples, sorted; what ``meanwhile`` gave, which runs after the first batch."""
+    """Return the sorted digests of all samples, and the result of ``meanwhile``, which runs after the first batch."""
     seen, out = [], None
     for step, batch in enumerate(loader):
         if step == 0:
@@ -41,7 +41,7 @@ def epoch(loader: DataLoader[Any], meanwhile: Callable[[], Any] = lambda: None) 
 
 
 def rounds(cache: CacheDir, kind: str, workers: int, persistent: bool) -> dict[str, Any]:
-    """Five epochs: before, after each of three rounds of growth, after one of eviction."""
+    """Run five epochs: one before the changes, one after each of three rounds of growth, one after an eviction."""
     formats = ["lmdb"] * 6 if kind == "lmdb" else ["lmdb", "hdf5", "zarr", "tfrecord", "hdf5", "zarr"]
     for at in range(3):
         put(cache, range(20 * at, 20 * at + 20), format=formats[at])

@@ -1,4 +1,4 @@
-"""Leases, copies, ranks and errors of the datasets without a DataLoader's workers. ``torch_single.py ROOT``."""
+"""Checks leases, copies, ranks and errors of the datasets without a DataLoader's workers. ``torch_single.py ROOT``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.loaders.numbered import EVERY, SMALL, digest, leases, put
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The message of the error that a call raises; empty when it raises none."""
+    """Return the message of the error that a call raises, or "" without an error."""
     try:
         call()
     except (CacheToolError, IndexError) as error:
@@ -34,7 +34,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def forked(work: Callable[[], Any]) -> int:
-    """Exit code of a forked child that does ``work`` and ends like any program."""
+    """Return the exit code of a forked child that does ``work`` and ends like any program."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     child.join()
@@ -42,7 +42,7 @@ def forked(work: Callable[[], Any]) -> int:
 
 
 def lifetime(cache: CacheDir, out: dict[str, Any]) -> None:
-    """A lease lives as long as its dataset, and no longer."""
+    """Check that a lease lives exactly as long as its dataset."""
     dataset = CacheDataset(cache)
     out["one dataset"] = len(leases(cache))
     forked(dataset.close)
@@ -64,7 +64,7 @@ def lifetime(cache: CacheDir, out: dict[str, Any]) -> None:
     cycle.append(cycle)
     out["in a cycle"] = len(leases(cache))
     del cycle
-    with cache.catalog.write():  # the collector may run in the middle of a transaction
+    with cache.catalog.write():  # the garbage collector may run in the middle of a transaction
         gc.collect()
     for thread in threading.enumerate():
         if thread.name == "cachetool-release":
@@ -76,7 +76,7 @@ def lifetime(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def ranks(cache: CacheDir, out: dict[str, Any]) -> None:
-    """Two ranks of one run take the same snapshot for the same epoch, and share its samples."""
+    """Check that two ranks of one run take the same snapshot for the same epoch, and divide its samples."""
     with CacheDataset(cache, run="job 1") as zero, CacheDataset(cache, run="job 1") as one:
         samplers = [EpochSampler(d, rank=r, world_size=2) for r, d in enumerate((zero, one))]
         iterators = [iter(s) for s in samplers]
@@ -102,7 +102,7 @@ def ranks(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def shapes(cache: CacheDir, out: dict[str, Any]) -> None:
-    """What a sample and a batch look like."""
+    """Record the form of a sample and a batch."""
     with CacheDataset(cache, dataset="default") as dataset:
         sample, batch = dataset[3], dataset.__getitems__([5, 3, -1])
         out["kinds"] = {k: type(v).__name__ for k, v in sample.items()}
@@ -135,7 +135,7 @@ def shapes(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def errors(cache: CacheDir, out: dict[str, Any]) -> None:
-    """What is refused, and that nothing is left leased by it."""
+    """Check the errors, and that no lease remains after them."""
     before = len(leases(cache))
     root = str(cache.root)
     out["no dataset"] = refused(lambda: CacheDataset(root, dataset="nothere"))
@@ -148,7 +148,7 @@ def errors(cache: CacheDir, out: dict[str, Any]) -> None:
 
 
 def files(cache: CacheDir, out: dict[str, Any]) -> None:
-    """LMDB files outside a cache: one of ours, one of somebody else."""
+    """Read LMDB files outside a cache: one of ours, one foreign file."""
     ours = cache.shards("default")[0].path / "data.lmdb"
     with LMDBDataset(ours) as dataset:
         out["file"] = [len(dataset), [int(dataset[i]["number"]) for i in (0, 19)], dataset.refresh()]

@@ -1,4 +1,4 @@
-"""Epochs that are broken off and gone on with by torchdata's StatefulDataLoader. ``torch_stateful.py ROOT``."""
+"""Interrupts epochs and resumes them with torchdata's StatefulDataLoader. ``torch_stateful.py ROOT``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(batches: Any) -> list[int]:
 
 
 def made(root: str, workers: int, rank: int = 0, world_size: int = 1, **options: Any) -> tuple[CacheDataset, Any]:
-    """A dataset and its loader, of one rank of a run."""
+    """Return a dataset and its loader, for one rank of a run."""
     dataset = CacheDataset(root, fields=["number"], run="run" if world_size > 1 else None)
     sampler = EpochSampler(dataset, seed=4, rank=rank, world_size=world_size)
     loader: Any = StatefulDataLoader(
@@ -36,7 +36,9 @@ def count(cache: Any) -> int:
 
 
 def broken_off(cache: Any, root: str, workers: int, persistent: bool) -> dict[str, Any]:
-    """One process: what came before a state, what came after it, and what other loaders give from there."""
+    """Interrupt an epoch in one process. Record the samples before the state, after it, and those of other loaders that
+    resume.
+    """
     options: dict[str, Any] = {"persistent_workers": True} if persistent else {}
     out: dict[str, Any] = {}
     dataset, loader = made(root, workers, **options)
@@ -50,7 +52,7 @@ def broken_off(cache: Any, root: str, workers: int, persistent: bool) -> dict[st
     del batches, loader
     dataset.close()
 
-    put(cache, range(count(cache), count(cache) + 10))  # is in no epoch that was begun before
+    put(cache, range(count(cache), count(cache) + 10))  # is in no epoch that began before
     dataset, loader = made(root, workers, **options)
     loader.load_state_dict(state)
     out["the same rest"] = numbers(loader) == rest
@@ -68,7 +70,7 @@ def broken_off(cache: Any, root: str, workers: int, persistent: bool) -> dict[st
 
 
 def two_ranks(cache: Any, root: str, workers: int) -> dict[str, Any]:
-    """Both ranks stop after as many steps, the cache grows, and both go on."""
+    """Stop both ranks after the same number of steps, grow the cache, and resume both."""
     ranks = [made(root, workers, rank, 2) for rank in range(2)]
     begun = [iter(loader) for _, loader in ranks]
     before = [numbers(islice(batches, 3)) for batches in begun]

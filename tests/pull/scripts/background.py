@@ -1,4 +1,6 @@
-"""A training script without a main guard. ``background.py WHAT SOURCE CACHE``; speaks JSON lines, ends with stdin."""
+"""A training script without a main guard: ``background.py WHAT SOURCE CACHE``. It prints JSON lines and ends with
+stdin.
+"""
 
 import json
 import os
@@ -18,7 +20,7 @@ def say(**values: object) -> None:
 cache = cachetool.open_cache(root, max_size="3MB")
 background = cachetool.BackgroundPull(cache, source, seed=3, shard_size="20kB")
 if what == "fork":
-    # A worker of the trainer's: it has a copy of everything, outlives the trainer, and closes what it inherited.
+    # A worker of the trainer: it has copies of all objects, outlives the trainer, and closes its inherited copies.
     pid = os.fork()
     if pid == 0:
         background.close()

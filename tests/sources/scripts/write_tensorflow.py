@@ -1,4 +1,4 @@
-"""Run as a program: TFRecord files by TensorFlow into a folder, and beside them what was written, as ``.npz``."""
+"""Program that writes TFRecord files by TensorFlow into a folder, and the written values beside them as ``.npz``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
             for i in range(count):
                 features = {key: feature(column[i]) for key, column in columns.items()}
                 features["tokens"] = feature(tokens[i])
-                if len(scores[i]) or i % 2:  # a list that is empty, and one that is not there
+                if len(scores[i]) or i % 2:  # an empty list, and a missing one
                     features["scores"] = feature(scores[i])
                 features["image/encoded"] = feature(images[i])
                 features["tags"] = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"a"] * (i % 3)))

@@ -1,4 +1,4 @@
-"""Run as a program: a TFRecord file by the package ``tfrecord`` into a folder, and what was written, as ``.npz``."""
+"""Program that writes a TFRecord file by the package ``tfrecord`` into a folder, and the written values as ``.npz``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case of a loop with Accelerate: ``python accelerate_loop.py CASE FOLDER``, alone or as one of two ranks."""
+"""One case of a loop with Accelerate: ``python accelerate_loop.py CASE FOLDER``, as one process or one of two ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPOCHS = 4 if RANKS == 1 else 7  # two ranks share snapshots that were taken ear
 
 
 class Loop:
-    """A loop as the documentation of Accelerate has it."""
+    """A loop in the form of Accelerate's documentation."""
 
     def __init__(self, samples: int, *, groups: int = 1) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=groups)
@@ -40,7 +40,7 @@ class Loop:
         return batches
 
     def epoch(self, batches: Iterable[Any], record: Any, epoch: int, *, grows: bool = False, stop: int = 0) -> None:
-        """Train one epoch, the first ``stop`` batches of it."""
+        """Train one epoch, or its first ``stop`` batches."""
         for step, batch in enumerate(batches, start=1):
             with self.accelerator.accumulate(self.model):
                 loss = torch.nn.functional.mse_loss(self.model(batch["x"])[:, 0], batch["y"])
@@ -56,7 +56,7 @@ class Loop:
 
 
 class Ids:
-    """As a Record, of batches that are no loader's."""
+    """A record for batches that do not come from a loader."""
 
     def __init__(self) -> None:
         self.epochs: dict[int, dict[str, Any]] = {}
@@ -73,7 +73,7 @@ def loader(**options: Any) -> Loader:
 
 
 def grows() -> None:
-    """``prepare`` gives the loader back; groups of two batches, over the ends of epochs."""
+    """Check that ``prepare`` returns the loader itself; train groups of two batches across the ends of epochs."""
     loop = Loop(96, groups=2)
     with loader() as batches:
         assert loop.prepare(batches) is batches
@@ -85,7 +85,9 @@ def grows() -> None:
 
 
 def resumes(*, growth: bool) -> None:
-    """``save_state`` in the middle of epoch 1, ``load_state`` with a new loader; ``skip_first_batches`` fails."""
+    """Call ``save_state`` in the middle of epoch 1, and ``load_state`` with a new loader. ``skip_first_batches``
+    fails.
+    """
     loop = Loop(96 * 2 if growth else LAST)
     with loader() as batches:
         record = Record(batches)
@@ -114,7 +116,7 @@ def resumes(*, growth: bool) -> None:
 
 
 def fixed() -> None:
-    """Epochs of ten steps, registered as they are; the schedule ends with the training."""
+    """Train epochs of ten steps, registered for checkpoints. The schedule ends with the training."""
     loop = Loop(96)
     with loader() as batches:
         epochs = batches.epochs_of(steps=10)
@@ -183,7 +185,7 @@ def all_fields() -> None:
 
 
 def stops() -> None:
-    """An epoch left by ``break`` after as many batches as ``len()`` was before; then a second loop."""
+    """Leave an epoch by ``break`` after the previous ``len()``, then run a second loop."""
     loop = Loop(96)
     with loader() as batches:
         loop.prepare(batches)
@@ -197,7 +199,7 @@ def stops() -> None:
 
 
 def one_behind(loop: Loop, batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches of an epoch that rank 1 begins only when rank 0 did, and the cache grew since."""
+    """Yield the batches of an epoch that rank 1 begins only after rank 0 did, and after the cache grew."""
     if RANK:
         loop.accelerator.wait_for_everyone()
     for step, batch in enumerate(batches):
@@ -210,7 +212,7 @@ def one_behind(loop: Loop, batches: Iterable[Any]) -> Iterator[Any]:
 def samples(
     *, grows: bool = True, right: bool = True, prepared: bool = True, run: bool = True, workers: int = 0
 ) -> None:
-    """An EpochSampler in a DataLoader, which Accelerate divides if it is ``prepared``."""
+    """Train with an EpochSampler in a DataLoader, which Accelerate divides if it is ``prepared``."""
     loop = Loop(96)
     if not run:
         del os.environ["TORCHELASTIC_RUN_ID"]

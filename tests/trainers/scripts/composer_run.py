@@ -20,7 +20,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 class Model(ComposerModel):
-    """A linear model that records what its loss sees."""
+    """A linear model that records the samples of its loss."""
 
     def __init__(self, record: Record, validation: Record | None = None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Model(ComposerModel):
         self.texts: list[Any] = []
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Give a number for each sample."""
+        """Return a number for each sample."""
         return self.layer(batch["x"])[:, 0]
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Model(ComposerModel):
 
 
 class Watch(Callback):
-    """Numbers the epochs, grows the cache in each, and stops where it is told to."""
+    """A callback that numbers the epochs, grows the cache in each, and stops at the requested batch."""
 
     def __init__(self, model: Model, folder: Path | None, *, stop: int = 0) -> None:
         self.model, self.folder, self.stop = model, folder, stop
@@ -63,7 +63,7 @@ class Watch(Callback):
         self.model.evaluation += 1
 
     def batch_end(self, state: Any, logger: Any) -> None:
-        """Behind the first batch of an epoch, let samples come."""
+        """Add samples after the first batch of an epoch."""
         if self.folder is not None and RANK == 0 and int(state.timestamp.batch_in_epoch) == 1:
             grow(self.folder / "cache")
         if self.stop and int(state.timestamp.batch) == self.stop:
@@ -71,12 +71,12 @@ class Watch(Callback):
 
 
 def loader_of(folder: Path, **options: Any) -> Loader:
-    """A loader over the cache of this cell."""
+    """Return a loader over the cache of this cell."""
     return Loader(folder / "cache", **{"batch_size": BATCH, "fields": FIXED, "workers": 1, "wait": 20, **options})
 
 
 def trainer_of(model: Model, loader: Any, callbacks: list[Any], duration: str, **options: Any) -> Trainer:
-    """A trainer on the CPU that says and saves nothing by itself."""
+    """Return a trainer on the CPU that prints and saves nothing by itself."""
     return Trainer(
         model=model,
         train_dataloader=loader,
@@ -102,7 +102,7 @@ def grows(folder: Path, callback: bool = True) -> None:
 
 
 def resumes(folder: Path, stop: int, between: int, epochs: str) -> None:
-    """Stop after so many batches with a checkpoint; go on in a trainer and loader of their own."""
+    """Stop after ``stop`` batches with a checkpoint; resume in a new trainer and loader."""
     save = {"save_folder": str(folder / "checkpoints"), "save_interval": f"{stop}ba", "save_filename": "saved.pt"}
     with loader_of(folder, batch_size=BATCH // RANKS) as loader:
         model = Model(record := Record(loader))
@@ -125,7 +125,7 @@ def resumes(folder: Path, stop: int, between: int, epochs: str) -> None:
 
 
 def fixed(folder: Path) -> None:
-    """Epochs of 7 steps, and a learning rate that is counted in batches: 42 of them."""
+    """Train epochs of 7 steps, with a learning rate that is counted in batches: 42 of them."""
     with loader_of(folder) as loader:
         model = Model(Record(loader))
 
@@ -149,7 +149,7 @@ def fixed(folder: Path) -> None:
 
 
 def default_fields(folder: Path) -> None:
-    """Train with all fields; a ragged one needs a ``DataSpec``."""
+    """Train with all fields; a ragged field needs a ``DataSpec``."""
     with loader_of(folder, fields=None) as loader:
         model = Model(Record(loader))
         spec = DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch["id"]), split_batch=whole)
@@ -178,12 +178,12 @@ def default_fields(folder: Path) -> None:
 
 
 def whole(batch: Any, size: Any) -> list[Any]:
-    """Split a batch into one part."""
+    """Return a batch as a single part."""
     return [batch]
 
 
 def plain_fields(folder: Path) -> None:
-    """Train with every field but the ragged one, without a ``DataSpec``."""
+    """Train with every field except the ragged one, without a ``DataSpec``."""
     fields = ["__key__", "id", "x", "y", "name", "blob"]
     with loader_of(folder, fields=fields) as loader:
         model = Model(Record(loader))
@@ -192,18 +192,18 @@ def plain_fields(folder: Path) -> None:
 
 
 def ragged_alone(folder: Path) -> None:
-    """Give Composer the ragged field without a ``DataSpec``."""
+    """Pass the ragged field to Composer without a ``DataSpec``."""
     with loader_of(folder, fields=None) as loader:
         model = Model(Record(loader))
         try:
             trainer_of(model, loader, [GrowthCallback(loader), Watch(model, None)], "1ep").fit()
-        except Exception as error:  # noqa: BLE001 - whatever Composer says of it
+        except Exception as error:  # noqa: BLE001 - records any error of Composer
             model.record.extra["error"] = f"{type(error).__name__}: {error}"
         model.record.write(folder)
 
 
 def validation(folder: Path) -> None:
-    """Evaluate a growing side behind every epoch."""
+    """Evaluate a growing split after every epoch."""
     sides = {"validation": 0.25, "fields": [*FIXED, "__key__"]}
     with (
         loader_of(folder, split="train", **sides) as loader,
@@ -216,7 +216,7 @@ def validation(folder: Path) -> None:
 
 
 def early_stop(folder: Path) -> None:
-    """Stop after 8 batches, in the middle of the second epoch; the next fit goes on."""
+    """Stop after 8 batches, in the middle of the second epoch. The next fit continues."""
     with loader_of(folder) as loader:
         model = Model(Record(loader))
         trainer = trainer_of(model, loader, [GrowthCallback(loader), Watch(model, None, stop=8)], "4ep")

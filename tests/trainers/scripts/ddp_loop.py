@@ -1,6 +1,6 @@
-"""A loop of one's own with DistributedDataParallel, as torchrun starts it: ``CASE FOLDER``.
+"""A custom loop with DistributedDataParallel, started by torchrun: ``CASE FOLDER``.
 
-One process of the job, or with the case ``spawned`` the one that starts two of them by itself.
+One process of the job, or with the case ``spawned`` the process that starts two of them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.trainers.growing import BATCH, FIRST, FIXED, LAST, Record, fill, grow
 
 
 def start(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
-    """Join the job, if there is one; returns rank and world size."""
+    """Join the job, if one exists. Return rank and world size."""
     if rank is not None and world_size is not None:
         distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     elif "RANK" in os.environ:
@@ -39,14 +39,14 @@ def barrier() -> None:
 
 
 def first(rank: int, cache: Path, samples: int) -> None:
-    """Rank 0 fills the cache."""
+    """Let rank 0 fill the cache."""
     if rank == 0:
         fill(cache, samples)
     barrier()
 
 
 class Step:
-    """A model, and one training step with it."""
+    """A model and one training step with it."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -64,8 +64,9 @@ class Step:
 def train(
     loader: Any, record: Record, epochs: range, *, cache: Path | None = None, rank: int = 0, stop: int | None = None
 ) -> None:
-    """Epochs of a loop as anybody writes it. Rank 0 adds samples in the middle of each, to ``cache``; the last epoch is
-    left after ``stop`` batches."""
+    """Train epochs in a typical loop. Rank 0 adds samples to ``cache`` in the middle of each epoch. The last epoch is
+    left after ``stop`` batches.
+    """
     step = Step()
     for epoch in epochs:
         for at, batch in enumerate(loader, 1):
@@ -79,7 +80,7 @@ def train(
 
 
 def check(batch: dict[str, Any]) -> None:
-    """The fields of each kind belong to the ids beside them."""
+    """Assert that the fields of each kind belong to the ids beside them."""
     for at, number in enumerate(batch["id"].tolist()):
         assert batch["__key__"][at] == f"scan{number}"
         assert batch["name"][at] == f"näme {number}"
@@ -92,7 +93,7 @@ def check(batch: dict[str, Any]) -> None:
 
 
 def run(case: str, folder: Path, rank: int, world_size: int, made: Any = None) -> None:
-    """What one rank does."""
+    """Run one rank."""
     cache, state = folder / "cache", folder / "state.json"
     options: dict[str, Any] = {"batch_size": BATCH, "fields": FIXED, "seed": 1}
     if case in ("grow", "before", "spawned"):
@@ -100,7 +101,7 @@ def run(case: str, folder: Path, rank: int, world_size: int, made: Any = None) -
             first(rank, cache, FIRST)
         loader = made or Loader(cache, **options)
         record = Record(loader)
-        if case == "before" and rank == 0:  # as somebody prints it; the other ranks do not ask
+        if case == "before" and rank == 0:  # as a program that prints the length; the other ranks do not ask
             record.extra["len"] = len(loader)
         train(loader, record, range(4), cache=cache, rank=rank)
     elif case in ("leave", "leave-growing"):
@@ -157,7 +158,7 @@ def run(case: str, folder: Path, rank: int, world_size: int, made: Any = None) -
             for batch in view:
                 step(batch)
                 record.extra["lr"] = schedule.get_last_lr()[0]
-                schedule.step()  # raises beyond the last step
+                schedule.step()  # raises after the last step
                 record.saw(epoch, batch["id"])
             if rank == 0:
                 grow(cache)
@@ -172,7 +173,7 @@ def run(case: str, folder: Path, rank: int, world_size: int, made: Any = None) -
 
 
 def spawned(rank: int, folder: Path) -> None:
-    """One of two ranks without a launcher: no RANK, WORLD_SIZE or TORCHELASTIC_RUN_ID."""
+    """Run one of two ranks without a launcher: no RANK, WORLD_SIZE or TORCHELASTIC_RUN_ID."""
     run("spawned", folder, *start(rank, 2))
 
 
@@ -184,7 +185,7 @@ def main() -> None:
         torch.multiprocessing.spawn(spawned, args=(folder,), nprocs=2)
         return
     made = None
-    if case == "before":  # as in a program that makes its data first
+    if case == "before":  # as in a program that creates its loader first
         if os.environ["RANK"] == "0":
             fill(folder / "cache")
             (folder / "filled").touch()

@@ -1,4 +1,4 @@
-"""Cells of Fabric: ``fabric_loop.py CASE FOLDER [RANKS]``, a loop of one's own with ``fabric.to_device``.
+"""Cells of Fabric: ``fabric_loop.py CASE FOLDER [RANKS]``, a custom loop with ``fabric.to_device``.
 
 With two ranks Fabric starts the second one itself, or torchrun has started both.
 """
@@ -22,7 +22,7 @@ CACHE, SAVED = FOLDER / "cache", FOLDER / "save.ckpt"
 
 
 class Run:
-    """One run of training: a model, its optimizer, a loader, and the record of what was trained."""
+    """One training run: a model, its optimizer, a loader, and the record of the trained samples."""
 
     def __init__(self, fabric: Fabric, **options: Any) -> None:
         self.fabric = fabric
@@ -34,7 +34,7 @@ class Run:
         self.steps = 0
 
     def epoch(self, number: int, *, grow_at: int | None = None, stop_at: int | None = None) -> None:
-        """Train one epoch, or up to a step that is left with ``break``."""
+        """Train one epoch, or leave it with ``break`` at a step."""
         for step, batch in enumerate(self.loader, start=1):
             moved = self.fabric.to_device(batch)
             self.optimizer.zero_grad()
@@ -54,7 +54,7 @@ class Run:
 
 
 def check(batch: dict[str, Any]) -> None:
-    """Look at what has been moved, where the batch has every field."""
+    """Check the moved batch if it has every field."""
     ids = batch["id"].tolist()
     assert batch["x"][:, 0].tolist() == [number % 7 for number in ids]
     if "ragged" in batch:
@@ -73,7 +73,7 @@ def case_grow(fabric: Fabric) -> None:
 
 
 def resumed(fabric: Fabric, stop_at: int, *, more: bool) -> None:
-    """Leave the first epoch behind some steps, and go on in a new run."""
+    """Leave the first epoch after some steps, and resume in a new run."""
     before = Run(fabric)
     before.epoch(0, stop_at=stop_at)
     fabric.save(SAVED, before.state)
@@ -124,7 +124,7 @@ def case_stop(fabric: Fabric) -> None:
 
 
 def case_second_fit(fabric: Fabric) -> None:
-    """The same loader in a second loop, with another model."""
+    """Use the same loader in a second loop, with another model."""
     first = Run(fabric)
     first.epoch(0, grow_at=1)
     first.epoch(1, stop_at=4)
@@ -136,7 +136,7 @@ def case_second_fit(fabric: Fabric) -> None:
 
 
 def case_set_up(fabric: Fabric) -> None:
-    """``setup_dataloaders`` takes a DataLoader of torch alone."""
+    """Check that ``setup_dataloaders`` accepts only torch's DataLoader."""
     run = Run(fabric)
     message = ""
     try:

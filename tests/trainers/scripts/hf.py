@@ -1,4 +1,6 @@
-"""One case of the Hugging Face Trainer: ``python hf.py CASE FOLDER``, alone or as one of two ranks of torchrun."""
+"""One case of the Hugging Face Trainer: ``python hf.py CASE FOLDER``, as one process or one of two ranks of
+torchrun.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ CACHE = FOLDER / "cache"
 
 
 class GrowingTrainer(GrowthMixin, Trainer):
-    """As the documentation says."""
+    """The Trainer of cachetool's documentation."""
 
 
 def own_trainer(loader: Any) -> type[Trainer]:
-    """A Trainer without the mixin, whose batches come from ``loader``."""
+    """Return a Trainer without the mixin, whose batches come from ``loader``."""
 
     class OwnTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -39,7 +41,7 @@ def own_trainer(loader: Any) -> type[Trainer]:
 
 
 def growing_trainer(loader: Any, *, own: bool) -> type[Trainer]:
-    """A Trainer with the mixin, and with ``own`` one that returns ``loader`` by a method of its own."""
+    """Return a Trainer with the mixin. With ``own`` it returns ``loader`` by its own method."""
 
     class OwnTrainer(GrowthMixin, Trainer):
         def get_train_dataloader(self) -> Any:
@@ -49,7 +51,7 @@ def growing_trainer(loader: Any, *, own: bool) -> type[Trainer]:
 
 
 class Model(torch.nn.Module):
-    """Notes the ids of every batch that it is trained or evaluated on."""
+    """A model that records the ids of every batch in training and evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 class Watch(TrainerCallback):
-    """Counts epochs, evaluations and steps, lets the cache grow, and stops where it is told to."""
+    """A callback that counts epochs, evaluations and steps, grows the cache, and stops at the requested step."""
 
     def __init__(self, record: Record, held_out: Record | None, *, grows: bool, stop: int = 0) -> None:
         self.record, self.held_out, self.grows, self.stop = record, held_out, grows, stop
@@ -105,7 +107,7 @@ class Watch(TrainerCallback):
 
 
 def arguments(**options: Any) -> TrainingArguments:
-    """The arguments that all cases have."""
+    """Return the arguments common to all cases."""
     common = {
         "output_dir": str(FOLDER / "out"),
         "num_train_epochs": 4,
@@ -140,7 +142,7 @@ def train(
     metrics: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Train once with these arguments, and note what was seen."""
+    """Train once with these arguments, and record the samples."""
     watch = Watch(record, validation, grows=grows, stop=stop)
     model = Model()
     model.saw = watch.saw
@@ -172,12 +174,12 @@ def train(
 
 
 def loader(**options: Any) -> Loader:
-    """A loader of the cache."""
+    """Return a loader of the cache."""
     return Loader(CACHE, **{"batch_size": BATCH, "fields": FIXED, "seed": 0, **options})
 
 
 def done(record: Record, name: str = "record") -> None:
-    """Write what a case trained."""
+    """Write the record of a case."""
     record.extra.update(RECORD)
     record.write(FOLDER, name=name)
 
@@ -194,7 +196,9 @@ def grows(**options: Any) -> None:
 
 
 def accumulates() -> None:
-    """Growth with groups of two batches, of which epochs of 9 and 15 batches have half a one; stopped in epoch 1."""
+    """Train on a growing cache with groups of two batches. Epochs of 9 and 15 batches end with half a group. Stop in
+    epoch 1.
+    """
     fill(CACHE)
     with loader() as batches:
         record = Record(batches)
@@ -206,7 +210,7 @@ def accumulates() -> None:
 
 
 def unaware() -> None:
-    """No mixin: the Trainer keeps the length of the first epoch."""
+    """Train without the mixin: the Trainer keeps the length of the first epoch."""
     fill(CACHE)
     with loader() as batches:
         record = Record(batches)
@@ -215,7 +219,7 @@ def unaware() -> None:
 
 
 def resumes(*, elsewhere: bool = False, growth: bool = False, fields: Any = FIXED) -> None:
-    """Stop in the middle of epoch 1, and go on in a new trainer with a new loader."""
+    """Stop in the middle of epoch 1, and resume in a new trainer with a new loader."""
     fill(CACHE, 96 if growth else LAST)
     step = 9 if growth else 20
     with loader(fields=fields) as batches:
@@ -234,7 +238,9 @@ def resumes(*, elsewhere: bool = False, growth: bool = False, fields: Any = FIXE
 
 
 def fixed(*, steps: int = 10, kind: str = "mixin", stop: int = 0, restored: bool = False, **options: Any) -> None:
-    """Epochs of ten steps, with the linear schedule; with a ``stop``, the cache is grown before training is resumed."""
+    """Train epochs of ten steps with the linear schedule. With a ``stop``, the cache grows before training is
+    resumed.
+    """
     fill(CACHE)
 
     def run(batches: Loader, **more: Any) -> None:
@@ -258,7 +264,7 @@ def fixed(*, steps: int = 10, kind: str = "mixin", stop: int = 0, restored: bool
 
 
 def evaluates() -> None:
-    """Both sides of a split grow; after each epoch the other side is evaluated."""
+    """Grow both sides of a split, and evaluate the other side after each epoch."""
     fill(CACHE)
     with loader(**KEPT) as trained, loader(**HELD_OUT) as held_out:
         record, validation = Record(trained), Record(held_out)
@@ -268,7 +274,7 @@ def evaluates() -> None:
 
 
 def evaluates_two() -> None:
-    """A dict of two loaders, by name; and ``predict`` with a loader."""
+    """Evaluate a dict of two loaders by name, and run ``predict`` with a loader."""
     fill(CACHE)
     with loader(**KEPT) as trained, loader(**HELD_OUT) as a, loader() as b:
         record, validation = Record(trained), Record(a)
@@ -282,7 +288,7 @@ def evaluates_two() -> None:
 
 
 def all_fields() -> None:
-    """No fields= at all: everything that was pulled arrives in forward()."""
+    """Train without fields=: every pulled field arrives in forward()."""
     fill(CACHE)
 
     def check(**fields: Any) -> None:
@@ -300,7 +306,7 @@ def all_fields() -> None:
 
 
 def stops_early() -> None:
-    """Early stopping in the middle of epoch 1, the best model loaded; then ``train()`` again."""
+    """Stop early in the middle of epoch 1 and load the best model, then call ``train()`` again."""
     fill(CACHE)
     second = None
     with loader(**KEPT) as trained, loader(**HELD_OUT) as held_out:
@@ -325,7 +331,7 @@ def second_fit() -> None:
 
 
 def refuses() -> None:
-    """A checkpoint without a loader's state, and an object that is no loader."""
+    """Resume from a checkpoint without a loader's state, and pass an object that is not a loader."""
     fill(CACHE)
     errors = []
     with loader() as batches:
@@ -349,7 +355,7 @@ def refuses() -> None:
 
 
 def ranks_evaluate() -> None:
-    """As ``evaluates``, with metrics of all predictions."""
+    """Run ``evaluates`` with metrics of all predictions."""
     if RANK == 0:
         fill(CACHE)
     arguments()  # joins the ranks
@@ -400,7 +406,7 @@ def ranks_resume(*, growth: bool) -> None:
 
 
 class Ids(Record):
-    """As a Record, of batches that are no loader's."""
+    """A record for batches that do not come from a loader."""
 
     def saw(self, epoch: int, ids: Any) -> int:
         row = self.epochs.setdefault(epoch, {"ids": [], "passes": {}})
@@ -409,7 +415,7 @@ class Ids(Record):
 
 
 def dataset_trainer(dataset: CacheDataset, sampler: EpochSampler | None = None) -> type[Trainer]:
-    """A Trainer that makes its own DataLoader of a dataset."""
+    """Return a Trainer that creates its own DataLoader of a dataset."""
 
     class OwnTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -423,7 +429,7 @@ def dataset_trainer(dataset: CacheDataset, sampler: EpochSampler | None = None) 
 
 
 def datasets(*, rank: int | None = None, world_size: int | None = None, sampled: bool = False) -> None:
-    """The Trainer makes its own DataLoader of a CacheDataset."""
+    """Train on a CacheDataset, of which the Trainer creates its own DataLoader."""
     if RANK == 0:
         fill(CACHE)
     arguments()

@@ -17,8 +17,9 @@ from tests.trainers.growing import BATCH, FIRST, FIXED, LAST, Record, fill, grow
 
 
 def engine(record: Record, folder: Path | None, *, model: Any = None, loader: Any = None) -> Engine:
-    """A trainer that records what its steps saw; behind the second step of each epoch samples come to the cache in
-    ``folder``: in the first half, so that the next epoch has them."""
+    """Return a trainer that records the samples of its steps. After the second step of each epoch, which is in its
+    first half, it adds samples to the cache in ``folder``, so the next epoch has them.
+    """
     model = torch.nn.Linear(4, 1) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -33,7 +34,7 @@ def engine(record: Record, folder: Path | None, *, model: Any = None, loader: An
 
     trainer = Engine(step)
     if folder is not None:
-        begun = [0]  # iterations before this epoch: ignite counts them over all epochs
+        begun = [0]  # iterations before this epoch: ignite counts over all epochs
         trainer.add_event_handler(Events.EPOCH_STARTED, lambda trainer: begun.append(trainer.state.iteration))
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED,
@@ -52,7 +53,7 @@ def whole_passes(trainer: Engine, loader: Loader) -> None:
 
 
 def check(batch: dict[str, Any]) -> None:
-    """The fields of each kind belong to the ids beside them."""
+    """Assert that the fields of each kind belong to the ids beside them."""
     assert isinstance(batch["ragged"], TensorList)
     for at, number in enumerate(batch["id"].tolist()):
         assert batch["__key__"][at] == f"scan{number}"
@@ -62,7 +63,7 @@ def check(batch: dict[str, Any]) -> None:
 
 
 def resumed(cache: Path, record: Record, *, at: int, growing: bool, **options: Any) -> Any:
-    """Leave a training at iteration ``at``, and go on with another loader and engine; epochs of 10 steps."""
+    """Leave a training at iteration ``at``, and resume with another loader and engine, in epochs of 10 steps."""
     loader = Loader(cache, **options)
     view = loader.epochs_of(steps=10)
     record._loader = loader

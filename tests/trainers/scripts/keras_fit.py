@@ -1,7 +1,7 @@
-"""Cells of Keras with the backend that ``KERAS_BACKEND`` names: ``CASES FOLDER``, several cases with commas between.
+"""Cells of Keras with the backend in ``KERAS_BACKEND``: ``CASES FOLDER``, several cases separated by commas.
 
-Several cases share a process, because importing TensorFlow takes seconds. Each has a folder of its own, and begins with
-a line on stderr.
+Several cases share a process, because importing TensorFlow takes seconds. Each has its own folder, and begins with a
+line on stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INPUTS = ["x", "id", "pass", "snapshot"]
 
 
 class Seen:
-    """What the model was given, in the form of :class:`tests.trainers.growing.Record`."""
+    """The samples that the model received, in the form of :class:`tests.trainers.growing.Record`."""
 
     def __init__(self) -> None:
         self.records: dict[str, dict[int, Any]] = {"record": {}, "validation": {}}
@@ -39,7 +39,7 @@ class Seen:
         self.extra: dict[str, Any] = {"wrong": 0, "traces": 0}
 
     def note(self, x: Any, ids: Any, passes: Any, snapshots: Any) -> None:
-        """Called within a step, with the values that the model sees."""
+        """Record the values that the model sees within a step."""
         x, ids, passes, snapshots = (np.array(value) for value in (x, ids, passes, snapshots))
         row = self.records[self.phase].setdefault(self.epoch, {"ids": [], "passes": {}})
         row["ids"] += ids.tolist()
@@ -49,19 +49,19 @@ class Seen:
 
 
 SEEN = Seen()
-"""Of the case that runs; compiled functions go on from case to case."""
+"""The record of the running case; compiled functions are reused from case to case."""
 
 
 def note(*values: Any) -> None:
-    """Pass the values of a step on to the case that runs."""
+    """Pass the values of a step to the running case."""
     SEEN.note(*values)
 
 
 class Spy(keras.layers.Layer):
-    """Notes what it is given, and gives ``x``."""
+    """A layer that records its inputs and returns ``x``."""
 
     def call(self, x: Any, *others: Any) -> Any:
-        """Note it, with each backend in its own way; building the model gives no values."""
+        """Record the inputs, with each backend in its own way. Building the model passes no values."""
         SEEN.extra["traces"] += 1
         if BACKEND == "tensorflow":
             tf.py_function(lambda *values: note(*(value.numpy() for value in values)), [x, *others], [])
@@ -73,7 +73,7 @@ class Spy(keras.layers.Layer):
 
 
 def model(learning_rate: Any = 0.01) -> Any:
-    """A linear model of one field that sees the others."""
+    """Return a linear model of one field that sees the other fields."""
     shapes = {"x": ((4,), "float32"), **dict.fromkeys(INPUTS[1:], ((), "int32"))}
     inputs = [keras.Input(shape, dtype=dtype, name=name) for name, (shape, dtype) in shapes.items()]
     made = keras.Model(inputs, keras.layers.Dense(1)(Spy()(*inputs)))
@@ -83,7 +83,7 @@ def model(learning_rate: Any = 0.01) -> Any:
 
 
 class Watch(keras.callbacks.Callback):
-    """Says which epoch and phase it is, calls ``then(steps)`` behind each step, and stops after ``stop`` steps."""
+    """A callback that tracks epoch and phase, calls ``then(steps)`` after each step, and stops after ``stop`` steps."""
 
     def __init__(self, then: Callable[[int], object] = lambda step: None, *, stop: int = 0, kill: int = 0) -> None:
         super().__init__()
@@ -96,19 +96,19 @@ class Watch(keras.callbacks.Callback):
         SEEN.phase = phase
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note its number."""
+        """Record the epoch's number."""
         SEEN.epoch = epoch
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Note that the model is validated."""
+        """Record that a validation begins."""
         self._settle("validation")
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Note that it no longer is."""
+        """Record that the validation has ended."""
         self._settle("record")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+        """Count the step."""
         self.steps += 1
         self.then(self.steps)
         if self.steps == self.stop:
@@ -117,12 +117,12 @@ class Watch(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Wait for what is noted."""
+        """Wait for pending records."""
         self._settle("record")
 
 
 def loader_of(folder: Path, **options: Any) -> Loader:
-    """A loader whose batches also say which pass they are of, and of how many samples."""
+    """Return a loader whose batches also have the number of their pass and its number of samples."""
     given = {"batch_size": BATCH, "fields": FIXED, "workers": 1, "prefetch": 2, "wait": 20, **options}
     loader = Loader(folder / "cache", **given)
 
@@ -138,12 +138,12 @@ def loader_of(folder: Path, **options: Any) -> Loader:
 
 
 def dataset_of(source: Any) -> LoaderDataset:
-    """A data set of what :func:`model` takes."""
+    """Return a dataset for :func:`model`."""
     return LoaderDataset(source, {name: name for name in INPUTS}, "y")
 
 
 def growing(folder: Path, format: str = "lmdb") -> Callable[[int], object]:
-    """Grow the cache behind the first step of each pass: of 6, 9, 12 and 15 steps."""
+    """Grow the cache after the first step of each pass: passes of 6, 9, 12 and 15 steps."""
     return lambda step: grow(folder / "cache", format=format) if step in (1, 7, 16) else None
 
 
@@ -151,14 +151,14 @@ CASES: dict[str, Callable[[Path], None]] = {}
 
 
 def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    """List a case under its name."""
+    """Register a case under its name."""
     CASES[function.__name__] = function
     return function
 
 
 @case
 def grow_and_schedule(folder: Path) -> None:
-    """Train on 96, 144, 192 and 240 samples in 42 steps; the learning rate is counted in them."""
+    """Train on 96, 144, 192 and 240 samples in 42 steps; the learning rate is counted in these steps."""
     fill(folder / "cache")
     made = model(keras.optimizers.schedules.PolynomialDecay(0.01, decay_steps=42, end_learning_rate=0.0))
     with loader_of(folder) as loader:
@@ -179,21 +179,21 @@ def _two_runs(folder: Path, steps: int, epochs: tuple[int, int], between: Callab
 
 @case
 def resume(folder: Path) -> None:
-    """Stop after 80 of 240 samples, and go on in a loader of its own."""
+    """Stop after 80 of 240 samples, and resume in another loader."""
     fill(folder / "cache", 240)
     _two_runs(folder, 5, (1, 6))
 
 
 @case
 def resume_with_growth(folder: Path) -> None:
-    """Stop after 48 of 144 samples; there are 240 when training goes on."""
+    """Stop after 48 of 144 samples; the cache has 240 when training resumes."""
     fill(folder / "cache", 144)
     _two_runs(folder, 3, (1, 8), lambda: [grow(folder / "cache") for _ in range(2)])
 
 
 @case
 def killed(folder: Path) -> None:
-    """Save every 4 batches, and be killed after 6 of an epoch of 10; what was trained behind the file counts not."""
+    """Save every 4 batches, and be killed after 6 of an epoch of 10. Batches after the save do not count."""
     fill(folder / "cache", FIRST)  # passes of 6 steps: the second one begins in the middle of the epoch
     made = model()
     with loader_of(folder) as loader:
@@ -212,7 +212,7 @@ def killed(folder: Path) -> None:
 
 @case
 def ended(folder: Path) -> None:
-    """Save every 4 batches, and end after 10; the model is then saved, and another process goes on."""
+    """Save every 4 batches, and end after 10. The model is then saved, and another process resumes."""
     fill(folder / "cache", FIRST)
     made = model()
     for epoch, steps in enumerate((10, 8)):
@@ -230,7 +230,7 @@ def _first(row: dict[str, Any], count: int) -> dict[str, Any]:
 
 @case
 def validation(folder: Path) -> None:
-    """Train one side of a growing cache, and validate the other one whole."""
+    """Train one side of a growing cache, and validate the complete other side."""
     fill(folder / "cache")
     made = model()
     sides = {"validation": 0.25, "fields": [*FIXED, "__key__"]}
@@ -249,14 +249,14 @@ def validation(folder: Path) -> None:
 
 @case
 def default_fields(folder: Path) -> None:
-    """Take fields out of batches that have text, bytes and ragged columns too."""
+    """Select fields from batches that also have text, bytes and ragged columns."""
     fill(folder / "cache")
     with loader_of(folder, fields=None) as loader:
         model().fit(dataset_of(loader.epochs_of(steps=6)), epochs=2, callbacks=[Watch()], verbose=0)
 
 
 def padded(sample: dict[str, Any]) -> dict[str, Any]:
-    """Give ``x`` the values of the ragged field and of the text, in one shape."""
+    """Pad the values of the ragged field and of the text to one shape in ``x``."""
     ragged = np.zeros((2, 2), dtype=np.float32)
     ragged[: len(sample["ragged"])] = sample["ragged"]
     length = np.float32(len(sample["name"]))
@@ -265,7 +265,7 @@ def padded(sample: dict[str, Any]) -> dict[str, Any]:
 
 @case
 def ragged_and_text(folder: Path) -> None:
-    """Refuse what is no input of Keras; padded by a transform it is one."""
+    """Refuse fields that Keras cannot take as input; padded by a transform they are accepted."""
     fill(folder / "cache")
     refused = []
     with loader_of(folder, fields=None) as loader:
@@ -292,7 +292,7 @@ def ragged_and_text(folder: Path) -> None:
 
 @case
 def early_stop(folder: Path) -> None:
-    """Stop after 8 steps, in the middle of an epoch and of a pass; the next fit goes on, with the same callback."""
+    """Stop after 8 steps, in the middle of an epoch and of a pass. The next fit continues, with the same callback."""
     fill(folder / "cache")
     made = model()
     with loader_of(folder) as loader:
@@ -306,7 +306,7 @@ def early_stop(folder: Path) -> None:
 
 @case
 def early_stopping(folder: Path) -> None:
-    """Stop by ``EarlyStopping``, between two epochs: the loss does not fall."""
+    """Stop by ``EarlyStopping`` between two epochs, because the loss does not fall."""
     fill(folder / "cache")
     with loader_of(folder) as loader:
         dataset = dataset_of(loader.epochs_of(steps=6))
@@ -316,7 +316,7 @@ def early_stopping(folder: Path) -> None:
 
 @case
 def second_fit(folder: Path) -> None:
-    """Fit twice, and predict in between, without any callback of ours."""
+    """Fit twice, and predict in between, without any callback of cachetool."""
     fill(folder / "cache", 100)  # batches of 15 and of 14
     made = model()
     with loader_of(folder, fields=[*FIXED, "__key__"]) as loader, loader_of(folder) as other:
@@ -339,7 +339,7 @@ def kept_length(folder: Path) -> None:
 
 @case
 def short_epochs(folder: Path) -> None:
-    """Epochs of the fewest steps, and validations of one batch; fewer steps are refused."""
+    """Use epochs of the fewest steps, and validations of one batch; fewer steps are refused."""
     fill(folder / "cache")
     with loader_of(folder) as loader, loader_of(folder, batch_size=FIRST) as held_out:
         dataset = dataset_of(loader.epochs_of(steps=3))
@@ -352,7 +352,7 @@ def short_epochs(folder: Path) -> None:
 
 @case
 def wrong_steps(folder: Path) -> None:
-    """Give ``steps_per_epoch`` as well."""
+    """Pass ``steps_per_epoch`` as well."""
     fill(folder / "cache")
     with loader_of(folder) as loader:
         dataset = dataset_of(loader.epochs_of(steps=6))
@@ -365,7 +365,7 @@ def wrong_steps(folder: Path) -> None:
 
 @case
 def make_dataset(folder: Path) -> None:
-    """Fit over ``make_dataset(repeat=True)`` with a growing cache; then stop by ``EarlyStopping``."""
+    """Fit over ``make_dataset(repeat=True)`` with a growing cache, then stop by ``EarlyStopping``."""
     from cachetool.loaders.tensorflow import make_dataset
 
     fill(folder / "cache", format="tfrecord")
@@ -386,7 +386,7 @@ def make_dataset(folder: Path) -> None:
 
 
 def main(names: str, folder: str) -> None:
-    """Run the cases one after another; one that fails leaves its traceback, and no record."""
+    """Run the cases one after another. A failing case leaves its traceback, and no record."""
     global SEEN
     for name in names.split(","):
         keras.utils.set_random_seed(0)
@@ -395,7 +395,7 @@ def main(names: str, folder: str) -> None:
         print(f"case {name}", file=sys.stderr, flush=True)
         try:
             CASES[name](Path(folder, name))
-        except Exception:  # noqa: BLE001 - the others are cells of their own
+        except Exception:  # noqa: BLE001 - the other cases are independent
             traceback.print_exc()
             continue
         for kind, epochs in SEEN.records.items():

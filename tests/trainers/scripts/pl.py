@@ -1,10 +1,10 @@
 """Cells of Lightning: ``pl.py CASE FOLDER [STRATEGY] [OPTION ...]``.
 
 STRATEGY is ``one`` (one process), or the strategy of two ranks: ``ddp``, ``ddp_fork``, ``ddp_spawn``. Options:
-``steps`` trains on ``epochs_of(steps=10)``, ``alone`` leaves out the callback, ``module`` gives a ``CacheDataModule``,
+``steps`` trains on ``epochs_of(steps=10)``, ``alone`` leaves out the callback, ``module`` uses a ``CacheDataModule``,
 ``len`` asks for the length before ``fit``, ``old`` uses the package ``pytorch_lightning``.
 
-The name of this file is not ``lightning.py``, which would hide the package of that name.
+This file is not named ``lightning.py``, because that would hide the package with this name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 OPTIONS = sys.argv[4:]
 
-if "old" in OPTIONS:  # before the module of ours, which takes the package that is there
+if "old" in OPTIONS:  # before cachetool's module, which uses the imported package
     import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 else:
@@ -38,7 +38,7 @@ CACHE = FOLDER / "cache"
 
 
 class Model(lightning.LightningModule):
-    """Trains one weight, records what it saw, and lets the cache grow."""
+    """A module that trains one weight, records the samples, and grows the cache."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Model(lightning.LightningModule):
         return self.layer(batch["x"]).mean()
 
     def check(self, batch: dict[str, Any]) -> None:
-        """For cells that look at the values of a batch."""
+        """Check the values of a batch, in cells that do so."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 1e-5)
@@ -99,7 +99,7 @@ class Model(lightning.LightningModule):
 
 
 class Fields(Model):
-    """Looks at fields of every kind inside the step."""
+    """A module that checks fields of every kind inside the step."""
 
     def check(self, batch: dict[str, Any]) -> None:
         ids = batch["id"].tolist()
@@ -113,7 +113,7 @@ class Fields(Model):
 
 
 class Validated(Model):
-    """Records what each validation saw too; number 0 is the sanity check."""
+    """A module that also records the samples of each validation; number 0 is the sanity check."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -143,13 +143,13 @@ class Validated(Model):
 
 
 def loader(**options: Any) -> Any:
-    """The training loader of this cell, or the view of it."""
+    """Return the training loader of this cell, or the view of it."""
     loader = Loader(CACHE, **{"batch_size": BATCH // RANKS, "fields": FIXED, "seed": 3, **options})
     return loader.epochs_of(steps=10) if "steps" in OPTIONS else loader
 
 
 def trainer(callbacks: list[Callback] | None = None, **options: Any) -> Any:
-    """A Trainer that is quiet."""
+    """Return a Trainer that prints nothing."""
     if STRATEGY == "one":
         options["devices"] = 1
     else:
@@ -169,7 +169,7 @@ def train(
     options: dict[str, Any] | None = None,
     **trained: Any,
 ) -> None:
-    """Fit once with loaders of its own, as a new run does."""
+    """Fit once with new loaders, as a new run does."""
     options = options or {}
     if "module" in OPTIONS:
         given = {"batch_size": BATCH // RANKS, "fields": FIXED, "seed": 3, **options}
@@ -182,7 +182,7 @@ def train(
     valid = None if validation is None else Loader(CACHE, batch_size=BATCH // RANKS, fields=FIXED, seed=3, **held)
     with loader(**options, **split) as loaded:
         if "len" in OPTIONS and RANKS == 2:
-            loaded_length = len(loaded)  # of a process that is no rank: the whole cache
+            loaded_length = len(loaded)  # in a process that is not a rank: the whole cache
             assert loaded_length > 0
         growth = [] if "alone" in OPTIONS else [GrowthCallback(loaded)]
         trainer([*growth, *(callbacks or [])], **trained).fit(model, loaded, valid, ckpt_path=resume)
@@ -191,12 +191,14 @@ def train(
 
 
 def only_first() -> bool:
-    """Whether this process is to fill or to grow the cache: of the launcher ``ddp`` the others run this script too."""
+    """Return True if this process fills or grows the cache: with the launcher ``ddp`` the other ranks run this script
+    too.
+    """
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def saved(**options: Any) -> ModelCheckpoint:
-    """A checkpoint callback that keeps ``save.ckpt``."""
+    """Return a checkpoint callback that writes ``save.ckpt``."""
     return ModelCheckpoint(dirpath=FOLDER / "saved", filename="save", enable_version_counter=False, **options)
 
 
@@ -212,13 +214,13 @@ def case_grow_before_the_first_step() -> None:
 
 
 def case_resume() -> None:
-    """Left at 80 of 240 samples."""
+    """Leave at 80 of 240 samples, and resume."""
     train(Model(name="before"), max_steps=5, callbacks=[saved(every_n_train_steps=5)])
     train(Model(), max_epochs=4, resume=SAVED)
 
 
 def case_resume_grown() -> None:
-    """Left at 48 of 144 samples; the cache has 240 when the run goes on."""
+    """Leave at 48 of 144 samples, and resume when the cache has 240."""
     train(Model(name="before"), max_steps=3, callbacks=[saved(every_n_train_steps=3)])
     if only_first():
         grow(CACHE, LAST)
@@ -226,7 +228,9 @@ def case_resume_grown() -> None:
 
 
 def case_resume_estimated() -> None:
-    """Left at 80 of 240 in epoch 1; the optimizer asks for the number of steps before Lightning restores the loader."""
+    """Leave at 80 of 240 in epoch 1. The optimizer asks for the number of steps before Lightning restores the
+    loader.
+    """
     train(Model(name="before", schedule="estimated"), max_steps=20, callbacks=[saved(every_n_train_steps=20)])
     train(Model(schedule="estimated"), max_epochs=4, resume=SAVED)
 
@@ -243,7 +247,7 @@ def case_resume_at_the_end_grown() -> None:
 
 
 def case_resume_at_the_end_steps() -> None:
-    """As before, of a Trainer that counts steps: Lightning then takes every checkpoint for one of mid-epoch."""
+    """Do the same with a Trainer that counts steps: Lightning then treats every checkpoint as one of mid-epoch."""
     train(Model(name="before"), max_epochs=1, callbacks=[saved()])
     if "same" not in OPTIONS:
         grow(CACHE, LAST)
@@ -251,13 +255,13 @@ def case_resume_at_the_end_steps() -> None:
 
 
 def case_resume_steps() -> None:
-    """Left at 80 of 240 samples by a Trainer that counts steps, and resumed by another one."""
+    """Leave at 80 of 240 samples with a Trainer that counts steps, and resume with another one."""
     train(Model(name="before"), max_steps=5, callbacks=[saved(every_n_train_steps=5)])
     train(Model(), max_steps=35, resume=SAVED)
 
 
 def case_resume_stopped() -> None:
-    """Stopped in the first epoch, as a Timer stops a job, with the checkpoint of the end of that epoch."""
+    """Stop in the first epoch, as a Timer does, and resume from the checkpoint of the end of that epoch."""
     train(
         Validated(name="before", schedule="epochs", stop_at=(0, 3)), max_epochs=3, validation=0.2, callbacks=[saved()]
     )
@@ -265,13 +269,13 @@ def case_resume_stopped() -> None:
 
 
 def case_resume_limited() -> None:
-    """Every epoch is left after five batches, the checkpoint is that of the end of the first."""
+    """Leave every epoch after five batches, and resume from the checkpoint of the end of the first."""
     train(Model(name="before"), max_epochs=1, callbacks=[saved()], limit_train_batches=5)
     train(Model(), max_epochs=3, resume=SAVED, limit_train_batches=5)
 
 
 def case_resume_after_validation() -> None:
-    """The checkpoint is made when the validation behind the last batch ends, before the epoch ends."""
+    """Save when the validation after the last batch ends, before the epoch ends."""
     keep = saved(monitor="val_loss", save_on_train_epoch_end=False)
     train(Validated(name="before"), max_epochs=1, callbacks=[keep], validation=0.2)
     if "same" not in OPTIONS:
@@ -280,7 +284,7 @@ def case_resume_after_validation() -> None:
 
 
 def case_resume_at_the_last_batch() -> None:
-    """The checkpoint is made behind the last batch, before the epoch ends; then the cache grows."""
+    """Save after the last batch, before the epoch ends; then the cache grows."""
     train(Model(name="before"), max_epochs=1, callbacks=[saved(every_n_train_steps=6, save_on_train_epoch_end=False)])
     if "same" not in OPTIONS:
         grow(CACHE, LAST)
@@ -296,7 +300,7 @@ def case_validation_twice() -> None:
 
 
 def case_fields() -> None:
-    """Every field, as they come without fields=."""
+    """Train with every field, without fields=."""
     train(Fields(), max_epochs=2, options={"fields": None})
 
 
@@ -305,7 +309,7 @@ def case_stop() -> None:
 
 
 def case_early_stopping() -> None:
-    """The validation's loss is no better in the second epoch."""
+    """Stop early, because the validation's loss does not improve in the second epoch."""
     stop = EarlyStopping(monitor="val_loss", min_delta=100.0, patience=1)
     train(Validated(grow_at=1), max_epochs=4, validation=0.2, callbacks=[stop], val_check_interval=0.5)
 
@@ -319,7 +323,7 @@ def case_max_steps() -> None:
 
 
 def case_second_fit() -> None:
-    """A second fit of the same loader with a new Trainer; the first one was stopped in its second epoch."""
+    """Fit the same loader again with a new Trainer. The first one stopped in its second epoch."""
     with loader() as loaded:
         options = {"callbacks": [GrowthCallback(loaded)]}
         trainer(**options, max_epochs=4).fit(Model(name="before", grow_at=1, stop_at=(1, 3)), loaded)
@@ -331,14 +335,18 @@ def case_cycle() -> None:
 
 
 def case_fail_01() -> None:
-    """The first fault of the issue: resumed in mid-epoch without the callback, after 13 steps of 9 an epoch."""
+    """Reproduce the first fault of the issue: resumed in mid-epoch without the callback, after 13 steps of 9 per
+    epoch.
+    """
     options = {"batch_size": 7}
     train(Model(name="before"), max_steps=13, callbacks=[saved(every_n_train_steps=13)], options=options)
     train(Model(), max_epochs=4, resume=SAVED, options=options)
 
 
 def case_fail_02() -> None:
-    """The second fault of the issue: another process pulls between two epochs, after which the loader is refreshed."""
+    """Reproduce the second fault of the issue: another process pulls between two epochs, then the loader is
+    refreshed.
+    """
     source = FOLDER / "source"
     source.mkdir()
 
@@ -360,7 +368,7 @@ def case_fail_02() -> None:
 
 
 def case_module() -> None:
-    """Everything that a user does with one data module."""
+    """Do everything that a user does with one data module."""
     data = CacheDataModule(
         CACHE, validation=0.2, steps=10 if "steps" in OPTIONS else None, batch_size=BATCH, fields=FIXED, seed=3
     )
@@ -370,7 +378,7 @@ def case_module() -> None:
     first = trainer([saved(every_n_train_steps=7)], max_epochs=4)
     stopped = Validated(name="before", grow_at=1, stop_at=(1, 1))
     first.fit(stopped, datamodule=data)
-    first.save_checkpoint(FOLDER / "left.ckpt")  # behind fit(): the loaders are closed
+    first.save_checkpoint(FOLDER / "left.ckpt")  # after fit() the loaders are closed
     again = Validated()
     trainer(max_epochs=2).fit(again, datamodule=data)
     trainer().validate(again, datamodule=data, verbose=False)

@@ -1,6 +1,7 @@
-"""Ray Train with two workers on this machine: ``CASE FOLDER``, or ``all FOLDER`` for each case in a folder of its name.
+"""Ray Train with two workers on this machine: ``CASE FOLDER``, or ``all FOLDER`` for each case in a folder with its
+name.
 
-A fit takes ten seconds to begin, so the cases share two: one, and one that goes on from its checkpoint.
+A fit takes ten seconds to start, so the cases share two fits: one, and one that resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CASES = ["grow", "resume", "resume-growing", "validation", "fields", "stop", "tw
 
 
 class Step:
-    """A model, and one training step with it."""
+    """A model and one training step with it."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -46,7 +47,7 @@ class Step:
 
 
 def check(batch: dict[str, Any]) -> None:
-    """The fields of each kind belong to the ids beside them."""
+    """Assert that the fields of each kind belong to the ids beside them."""
     for at, number in enumerate(batch["id"].tolist()):
         assert batch["__key__"][at] == f"scan{number}"
         assert batch["name"][at] == f"näme {number}"
@@ -55,9 +56,9 @@ def check(batch: dict[str, Any]) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each of the two workers does: one case after another, each with a state in the checkpoint."""
+    """Run the cases one after another in each of the two workers, each with a state in the checkpoint."""
     rank = ray.train.get_context().get_world_rank()
-    # Of this run, when Ray started its workers again; else of the fit that this one goes on with.
+    # The checkpoint of this run if Ray restarted its workers, otherwise that of the fit that this one resumes.
     checkpoint = ray.train.get_checkpoint() or config.get("saved")
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         before = None if checkpoint is None else Path(stack.enter_context(checkpoint.as_directory()))
@@ -72,7 +73,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def one(case: str, folder: Path, rank: int, *, state: Any) -> Any:
-    """Train on one cache; returns the state of the loader."""
+    """Train on one cache. Return the state of the loader."""
     cache = folder / "cache"
     options: dict[str, Any] = {"batch_size": BATCH, "seed": 1, "fields": None if case == "fields" else FIXED}
     if case == "validation":
@@ -111,12 +112,12 @@ def one(case: str, folder: Path, rank: int, *, state: Any) -> Any:
 
 
 def goes_on(case: str) -> bool:
-    """Whether the second fit goes on with this case."""
+    """Return True if the second fit resumes this case."""
     return case in ("resume", "resume-growing", "twice")
 
 
 def prepared(folder: Path, rank: int) -> None:
-    """What becomes of the loaders in ``prepare_data_loader``."""
+    """Pass loaders to ``prepare_data_loader``, and record the results."""
     cache = folder / "cache"
     record: dict[str, Any] = {"errors": [], "epochs": {}}
     loader = Loader(cache, batch_size=BATCH, fields=FIXED)

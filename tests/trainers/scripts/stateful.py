@@ -14,27 +14,27 @@ from tests.trainers.growing import BATCH, FIRST, FIXED, LAST, fill, grow
 
 
 class Record:
-    """As :class:`tests.trainers.growing.Record`, of a dataset whose snapshot is the one of the epoch."""
+    """A record like :class:`tests.trainers.growing.Record`, for a dataset whose snapshot is that of the epoch."""
 
     def __init__(self, dataset: CacheDataset) -> None:
         self.dataset = dataset
         self.epochs: dict[int, dict[str, Any]] = {}
 
     def saw(self, epoch: int, ids: Any) -> None:
-        """These samples were trained in this epoch."""
+        """Record samples that were trained in this epoch."""
         row = self.epochs.setdefault(epoch, {"ids": [], "passes": {}})
         row["ids"] += ids.tolist()
         row["passes"].setdefault(str(epoch), {"snapshot": len(self.dataset), "ids": []})["ids"] += ids.tolist()
 
     def write(self, folder: Path) -> None:
-        """Write it beside the cache."""
+        """Write the record beside the cache."""
         import json
 
         (folder / "record-0.json").write_text(json.dumps({"epochs": self.epochs}))
 
 
 def made(cache: Path, workers: int, *, fields: list[str] | None = FIXED, epoch: int = 0) -> tuple[CacheDataset, Any]:
-    """A dataset and its loader; the epoch that begins next has this number."""
+    """Return a dataset and its loader. The next epoch has the number ``epoch``."""
     dataset = CacheDataset(cache, fields=fields)
     sampler = EpochSampler(dataset, seed=1)
     sampler.set_epoch(epoch)
@@ -50,7 +50,7 @@ def made(cache: Path, workers: int, *, fields: list[str] | None = FIXED, epoch: 
 
 
 def check(batch: dict[str, Any]) -> None:
-    """The fields of each kind belong to the ids beside them."""
+    """Assert that the fields of each kind belong to the ids beside them."""
     for at, number in enumerate(batch["id"].tolist()):
         assert batch["__key__"][at] == f"scan{number}"
         assert batch["name"][at] == f"näme {number}"
@@ -59,8 +59,9 @@ def check(batch: dict[str, Any]) -> None:
 
 
 def resumed(case: str, cache: Path, workers: int) -> Record:
-    """Epoch 0, and three batches of epoch 1; then another loader goes on by the state, or by that and the number of the
-    epoch."""
+    """Train epoch 0 and three batches of epoch 1. Then another loader resumes by the state, or by the state and the
+    epoch's number.
+    """
     dataset, loader = made(cache, workers)
     record = Record(dataset)
     state: Any = None

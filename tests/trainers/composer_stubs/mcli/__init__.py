@@ -1,1 +1,1 @@
-"""Nothing: composer's logger for MosaicML's platform imports the module."""
+"""An empty module: composer's logger for MosaicML's platform imports it."""

@@ -1,3 +1,3 @@
-"""Just enough of torchvision for ``import composer``: names that nothing here calls."""
+"""The part of torchvision that ``import composer`` needs: names that no test calls."""
 
 __version__ = "0"

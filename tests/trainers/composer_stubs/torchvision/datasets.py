@@ -1,5 +1,5 @@
-"""A class that composer imports by name, and asks batches' datasets for."""
+"""A class that composer imports by name, and compares datasets of batches with."""
 
 
 class VisionDataset:
-    """Never made."""
+    """A class without instances."""

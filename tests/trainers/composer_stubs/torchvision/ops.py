@@ -1,4 +1,4 @@
-"""Any name: composer and torchmetrics import functions on boxes by name, and call none here."""
+"""A module with any attribute: composer and torchmetrics import functions on boxes by name, and call none here."""
 
 
 def __getattr__(name: str) -> type[object]:

@@ -2,5 +2,5 @@
 
 
 def draw_segmentation_masks(*given: object) -> None:
-    """Never called."""
+    """Do nothing; no test calls it."""
     raise NotImplementedError

@@ -1,4 +1,6 @@
-"""Any name: torchmetrics imports several models by name, and calls none before a metric of images is made."""
+"""A module with any attribute: torchmetrics imports several models by name, and calls none before a metric of images
+exists.
+"""
 
 
 def __getattr__(name: str) -> type[object]:

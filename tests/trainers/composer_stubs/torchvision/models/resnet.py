@@ -2,4 +2,4 @@
 
 
 class Bottleneck:
-    """Never made."""
+    """A class without instances."""

@@ -1,1 +1,1 @@
-"""Nothing: composer imports the module."""
+"""An empty module that composer imports."""
