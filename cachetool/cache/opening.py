@@ -35,27 +35,9 @@ def open_cache(
     create: bool = True,
     notify: Callable[[str], None] | None = None,
 ) -> CacheDir:
-    """Open a cache folder, or prepare a new one.
+    """Open a cache folder, or prepare a new one, as a :class:`CacheDir` without the commands ``pull`` and ``convert``.
 
-    :func:`cachetool.open_cache` also returns the verbs ``pull`` and ``convert``.
-
-    Args:
-        root: The folder. Default: ``$CACHETOOL_CACHE``, otherwise the cache folder of this user on this platform.
-        max_size: The cap in bytes, or text such as ``"50GB"``. Default: the cap that the cache has; half of the free
-            disk for a new cache, which ``notify`` is told.
-        min_free: Bytes of the disk that pulls leave free, a number or text. Default: the value that the cache has, or
-            0.
-        create: False: raise an error if there is no cache. Default: True.
-        notify: A function that gets one line of text for the user. Default: no lines.
-
-    Returns:
-        A :class:`CacheDir`.
-
-    Raises:
-        UsageError: The folder is not a cache, or others may write to it; there is no cache and ``create`` is False; or
-            another process uses the cache, so that the cap cannot change.
-        CatalogError: A newer version of cachetool made the cache, or the cache lost files of its own.
-        CapTooSmall: The cap is too small for the cache's own files, or below the bytes in use.
+    Arguments and errors are those of :func:`cachetool.open_cache`.
     """
     return open_root(CacheDir, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
 

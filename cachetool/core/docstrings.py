@@ -43,7 +43,7 @@ def with_arguments(docstring: str | None, arguments: Mapping[str, str], *, last:
     """Return a docstring to whose section ``Args:`` more arguments are added.
 
     Args:
-        docstring: The docstring. Without a section ``Args:`` it gets one, in front of ``Returns:`` and ``Raises:``.
+        docstring: The docstring. Without a section ``Args:`` it gets one, before ``Returns:`` and ``Raises:``.
         arguments: Name to lines, as :func:`described` returns them. A name that is described already stays as it is.
         last: True: the new arguments come after those that are there. False: before them.
     """
@@ -60,7 +60,7 @@ def with_arguments(docstring: str | None, arguments: Mapping[str, str], *, last:
 
 
 def arguments_of(base: type[Any], *names: str) -> Callable[[_T], _T]:
-    """Let a class describe arguments in the words of the class ``base``, in front of its own.
+    """Let a class describe arguments in the words of the class ``base``, before its own.
 
     A docstring without a section ``Raises:`` also gets that of ``base``.
 

@@ -135,7 +135,7 @@ def _values(inside: str, url: str) -> list[str] | None:
     # Checked before the list is built: a range of up to 18 digits would fill the memory.
     if int(last) - int(first) >= MOST:
         raise UsageError(f"{redact(url)}: {{{inside}}} stands for more than {MOST} names; give the folder instead")
-    # As in a shell, zeros in front of either end ask for numbers of one width; without them 9..10 keeps its natural
+    # As in a shell, zeros before either end ask for numbers of one width; without them 9..10 keeps its natural
     # widths.
     padded = any(len(text.lstrip("-")) > 1 and text.lstrip("-").startswith("0") for text in (first, last))
     width = max(len(first), len(last)) if padded else 0

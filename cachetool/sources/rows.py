@@ -121,7 +121,7 @@ def unpadded(rows: Array) -> Ragged:
         rows = np.char.encode(rows, "utf-8")
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
     sizes = np.char.str_len(rows).astype(np.int64)
-    # One mask over all rows keeps the bytes in front of each end, without a loop over rows.
+    # One mask over all rows keeps the bytes before each end, without a loop over rows.
     return of_sizes(flat[np.arange(flat.shape[1]) < sizes[:, None]], sizes)
 
 

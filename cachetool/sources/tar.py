@@ -305,7 +305,7 @@ def _why_no_header(head: bytes, at: int, error: tarfile.HeaderError) -> str:
 
 
 def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> bool:
-    """Add a note in front of a member: a long name, or pax records ``LENGTH KEY=VALUE`` with a line feed.
+    """Add a note before a member: a long name, or pax records ``LENGTH KEY=VALUE`` with a line feed.
 
     Return False if the bytes are no such records, or their ``size`` is no number of bytes.
     """

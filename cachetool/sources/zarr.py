@@ -167,7 +167,7 @@ def _unlzma(codec: Any, data: bytes, most: int) -> bytes:
 MAX_ARRAYS = 2000
 _MAX_DEPTH = 32
 _LENGTH = 4
-"""Bytes in front of each text of variable length."""
+"""Bytes before each text of variable length."""
 _MAX_METADATA = 16 * 2**20
 _WIDEST = 16
 """Ratio of the widest stored number (16 bytes) to the narrowest (1 byte)."""
