@@ -150,64 +150,59 @@ def _reserve(
     Call ``insert`` and return None if the bytes fit. Otherwise retire the shards that may be evicted and return the
     shortage.
     """
-    # The growth of the catalog is charged before the first row that needs it. A catalog that
-    # reached its page limit inside a commit would fail a shard that is already written.
+    # The growth of the catalog is charged before the first row that needs it. A catalog that reached its page limit
+    # inside a commit would fail a shard that is already written.
     more = _catalog_growth(connection)
     cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
     _refuse_small_cap(connection, layout, need, cap, advise=room.advise)
     usage = measure(connection, layout)
     wanted = asked(connection, layout, need)
     excess = usage.total + wanted - cap
-    # Only this writer's own bytes are added here. Reservations of other writers already take space
-    # on the disk, because a writer allocates its complete file first.
+    # Only this writer's own bytes are added here. Reservations of other writers already take space on the disk, because
+    # a writer allocates its complete file first.
     lack = need + floor - layout.free_disk()
     if excess <= 0 and lack <= 0:
         if more:
             _double_page_limit(connection)
-        # In the same transaction as the row: recovery deletes a staging row whose holder is not in
-        # the catalog, and without this line the row of a living writer would look orphaned.
+        # In the same transaction as the row: recovery deletes a staging row whose holder is not in the catalog, and
+        # without this line the row of a living writer would look orphaned.
         holder.register(connection)
         insert(connection)
         return None
     retiring = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
-    # An infinite wait marks a pull without an end (`--follow`). Such a pull has special rules
-    # below.
+    # An infinite wait marks a pull without an end (`--follow`). Such a pull has special rules below.
     endless, readers = room.wait == math.inf, leaseholders(connection)
-    # Do not evict anything if the disk stays too full even after the eviction of every shard. The
-    # user would lose the cache and gain nothing.
+    # Do not evict anything if the disk stays too full even after the eviction of every shard. The user would lose the
+    # cache and gain nothing.
     hopeless = lack > _evictable(connection)
-    # A background pull lives up to 5 s longer than its killed trainer, and the trainer's leases end
-    # at once. Without this check the pull evicted up to 4 of 13 shards of the epoch that the user
-    # wants to resume. The check must be in this transaction, because the leases end in another
-    # transaction after the trainer's death.
+    # A background pull lives up to 5 s longer than its killed trainer, and the trainer's leases end at once. Without
+    # this check the pull evicted up to 4 of 13 shards of the epoch that the user wants to resume. The check must be in
+    # this transaction, because the leases end in another transaction after the trainer's death.
     evict = room.evict and not hopeless and (room.trainer is None or is_alive(connection, layout.holders, room.trainer))
     if evict:
-        # From now on the snapshots that trainers take also free space for this pull
-        # (cachetool.cache.renewal), because a snapshot of everything would otherwise keep the cache
-        # full.
+        # From now on the snapshots that trainers take also free space for this pull (cachetool.cache.renewal), because
+        # a snapshot of everything would otherwise keep the cache full.
         connection.execute(
             "UPDATE jobs SET bytes_wanted = :need WHERE id = :job AND bytes_wanted < :need",
             {"need": wanted, "job": room.job},
         )
-    # While somebody reads, only snapshots release shards for a following pull. Workers that also
-    # retired shards here replaced 33 % of the cache in an epoch instead of the 10 % of `--renew`.
+    # While somebody reads, only snapshots release shards for a following pull. Workers that also retired shards here
+    # replaced 33 % of the cache in an epoch instead of the 10 % of `--renew`.
     if evict and not (endless and readers):
         victims = choose(
-            # A pull without an end evicts only shards that a snapshot contained. Otherwise it
-            # downloads for ever and evicts samples that no epoch saw (5.7 GB in nine minutes from
-            # 300 samples).
+            # A pull without an end evicts only shards that a snapshot contained. Otherwise it downloads for ever and
+            # evicts samples that no epoch saw (5.7 GB in nine minutes from 300 samples).
             candidates(connection, seen=endless),
-            # The bytes of retiring shards become free when their readers end, so they need no
-            # further victims.
+            # The bytes of retiring shards become free when their readers end, so they need no further victims.
             excess=max(excess, lack) - int(retiring),
             policy=room.policy,
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
         )
-        # In this transaction, so that no other writer counts the same room as its own, and no new
-        # snapshot leases a victim between the choice and the retirement.
+        # In this transaction, so that no other writer counts the same room as its own, and no new snapshot leases a
+        # victim between the choice and the retirement.
         retire(connection, victims, reason="room", policy=room.policy, job=room.job)
     trash = sweep(connection, holder)
     writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
