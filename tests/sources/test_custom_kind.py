@@ -52,7 +52,7 @@ def test_the_example_kind_passes_the_contract_of_kinds(tmp_path: Path) -> None:
     ("point", "says"),
     [
         ("rawrows = custom_kind:NOTHING", "kind 'rawrows' cannot be loaded from custom_kind:NOTHING: .* no attribute"),
-        ("rawrows = custom_kind:MAGIC", "kind 'rawrows' cannot be loaded from custom_kind:MAGIC: it is no .*Kind"),
+        ("rawrows = custom_kind:MAGIC", "kind 'rawrows' cannot be loaded from custom_kind:MAGIC: it is not a .*Kind"),
         ("raw = custom_kind:KIND", r"entry point 'raw' \(custom_kind:KIND\) names the kind 'rawrows'; .* same name"),
     ],
 )
