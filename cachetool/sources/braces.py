@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from cachetool.core.errors import NotFound, UsageError
 from cachetool.stores import Object, Store, local_path, redact, split_url
-from cachetool.stores.base import HTTP_SCHEMES
+from cachetool.stores.base import HTTP_SCHEMES, Batch
 from cachetool.stores.registry import open_store
 
 __all__ = ["MOST", "Braces", "braces_of"]
@@ -41,7 +41,7 @@ class Braces:
         """Store the names, which are relative to the folder ``place``. :func:`braces_of` creates this object."""
         self.url, self.place, self.names = url, place, names
 
-    def pages(self, store: Store) -> Iterator[list[Object]]:
+    def pages(self, store: Store) -> Iterator[Batch]:
         """Yield the objects in pages, as a listing of the folder's ``store`` would. Raise :class:`NotFound` that names
         a missing object."""
         with ThreadPoolExecutor(max(1, min(store.concurrency, 32))) as threads:
@@ -70,7 +70,7 @@ class Braces:
         # does not tell a folder from an object there.
         return split_url(self.place)[0] in ("", "file") and os.path.isdir(os.path.join(local_path(self.place), name))
 
-    def _below(self, name: str) -> Iterator[list[Object]]:
+    def _below(self, name: str) -> Iterator[Batch]:
         # A URL may carry a signature in its query, so each folder's URL needs the same query again.
         place, mark, query = _parts(self.place)
         folder = open_store(f"{place}{name.rstrip('/')}/{mark}{query}")

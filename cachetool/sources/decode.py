@@ -38,7 +38,7 @@ from cachetool.sources.npz import directory_of, unpacked
 from cachetool.sources.options import Pixels
 from cachetool.sources.value_format import is_raw, raw_array
 
-__all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy"]
+__all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy", "whole_number"]
 
 Value = np.ndarray[Any, Any] | int | float | str | bytes | memoryview
 """The value of a field. A Python number is a value that was written without a type."""
@@ -88,7 +88,7 @@ def decode(
         case "json":
             yield from _json(part.field, data)
         case "int":
-            yield part.field, _whole_number(data)
+            yield part.field, whole_number(data)
         case "str":
             yield part.field, _text(data)
         case "image" if images:
@@ -275,7 +275,8 @@ def _plain(name: str, value: Any) -> Value:
     return value  # type: ignore[no-any-return]
 
 
-def _whole_number(data: memoryview) -> int:
+def whole_number(data: memoryview) -> int:
+    """Return the number that a file of text holds. Raise :class:`BadObject` with the reason alone."""
     # An object with this extension may have any size. 64 bytes hold every int64 with white space around it, and no more
     # is copied.
     text = bytes(data[:64]).strip()

@@ -30,7 +30,8 @@ from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
 from cachetool.sources.readers import EmptyFile, LeftOut, bounded, of_file
 from cachetool.sources.rows import UNIT_BYTES
-from cachetool.stores import Object, Store
+from cachetool.stores import Store
+from cachetool.stores.base import Batch
 
 __all__ = ["Survey", "list_files"]
 
@@ -43,7 +44,7 @@ _IN_ORDER = 2**20
 def list_files(
     store: Store,
     folder: Path,
-    pages: Iterable[list[Object]],
+    pages: Iterable[Batch],
     kind: Kind,
     options: SourceOptions,
     *,

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import parse_text
-from cachetool.stores import Object, local_path, redact, split_url
-from cachetool.stores.base import HTTP_SCHEMES
+from cachetool.stores import local_path, redact, split_url
+from cachetool.stores.base import HTTP_SCHEMES, Batch, Page
 from cachetool.stores.redact import printable
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = ["Selection", "checked_globs", "split_glob", "with_glob"]
 
 _TOKENS = re.compile(r"(\*\*/|/\*\*\Z|\*+|\?|\[!?\]?[^\]]*\])")
 _MEANING = {"**/": "(?:.*/)?", "/**": "(?:/.*)?", "*": "[^/]*", "?": "[^/]"}
-_ROOT = ("zarr.json", ".zarray", ".zgroup")
+_ROOT = frozenset(("zarr.json", ".zarray", ".zgroup"))
 _ZARR = re.compile(r"\.zarr/", re.IGNORECASE)
 
 
@@ -91,7 +91,7 @@ class Selection:
         self.taken = self.not_taken = 0
         self._example, self._is_zarr = "", False
 
-    def of(self, pages: Iterable[list[Object]], *, more: bool = False) -> Iterator[list[Object]]:
+    def of(self, pages: Iterable[Batch], *, more: bool = False) -> Iterator[Batch]:
         """Yield the pages without the names that are not taken. ``more``: the counts continue those of the last
         call."""
         if not self.globs:
@@ -99,15 +99,15 @@ class Selection:
             return
         if not more:
             self.taken = self.not_taken = 0
-        for page in filter(None, pages):
-            chosen = [item for item in page if self._takes(item.key)]
+        for page in map(Page.of, filter(None, pages)):
+            chosen = [at for at, key in enumerate(page.keys) if self._takes(key)]
             self.taken += len(chosen)
             self.not_taken += len(page) - len(chosen)
             # The error about globs that match nothing shows one name of the place, so that the user sees its form.
-            self._example = self._example or page[0].key
-            self._is_zarr = self._is_zarr or any(item.key in _ROOT for item in page)
+            self._example = self._example or page.keys[0]
+            self._is_zarr = self._is_zarr or not _ROOT.isdisjoint(page.keys)
             if chosen:
-                yield chosen
+                yield page if len(chosen) == len(page) else page.at(chosen)
 
     def _takes(self, key: str) -> bool:
         # A Zarr without some of its chunks would be read with fill values in their place. So a glob decides about the

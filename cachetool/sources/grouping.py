@@ -27,6 +27,7 @@ from itertools import groupby
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.text import shown
 from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.names import NamedPage, describes
 from cachetool.sources.options import LABEL, SourceOptions
 from cachetool.stores.base import LeftOut
 
@@ -49,16 +50,6 @@ _FEW = 2
 _MANY = 20
 """Number of different texts between dots that can no longer be names of fields, if most occur once."""
 
-_ABOUT = re.compile(
-    r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|contributing)([_-][a-z-]+)?"
-    r"(\.(md|markdown|txt|rst|html?|org|adoc|pdf|cff|bib|mit|apache|bsd))?"
-    r"|(eh)?thumbs(_vista)?\.db|desktop\.ini|_success|dataset_infos?\.json|features\.json"
-    r"|(check|md5|sha1|sha224|sha256|sha384|sha512)sums?(\.txt)?",
-    re.IGNORECASE,
-)
-"""Names that only describe other files and never count."""
-_STARTS = frozenset(("re", "li", "co", "no", "ch", "ci", "au", "th", "eh", "de", "_s", "da", "fe", "md", "sh"))
-"""The first two letters of the names of ``_ABOUT``. They reject nearly all names without the regular expression."""
 _LIST = re.compile(
     r"(labels?|classes|class_?names|names|categories|annotations?|captions|metadata|manifest|meta|index|stats|info"
     r"|splits?|train|val|valid|validation|test|notes|predefined_classes|wnids|words)\.[a-z]{2,5}",
@@ -76,14 +67,6 @@ _FAMILIES = (
     frozenset(("nii", "nii.gz", "mha", "mhd", "nrrd", "dcm", "mgz")),
 )
 _NUMBER = re.compile(r"[0-9][0-9._+:TZ -]*(e[+-]?[0-9]+)?")
-
-
-def describes(name: str) -> bool:
-    """Return True if the last part of a key is a name that only describes other files, such as ``README.md``."""
-    # A listing may have a million names. Nearly all of them end here, which spares them the regular expression below.
-    if name[:2].lower() not in _STARTS:
-        return name.endswith("_stats.json")
-    return _ABOUT.fullmatch(name) is not None or name.endswith("_stats.json")
 
 
 def family(extension: str) -> int | None:
@@ -131,6 +114,20 @@ class Grouping:
             self._lists[(name.lower(), *field)] += 1
         if self._dots is not None:
             self._dots.count(name)
+
+    def one_by_one(self, page: NamedPage) -> list[int]:
+        """Return the positions of the names that :meth:`count_all` may not count."""
+        some = page.starting(_LIST_STARTS)
+        lists = [at for at, name in enumerate(page.names) if name[:2] in some and _LIST.fullmatch(name)] if some else []
+        return page.describing + lists
+
+    def count_all(self, names: Sequence[str], parts: Counter[tuple[str, str]]) -> None:
+        """Count names as :meth:`count` does, and the parts of samples that they stand for."""
+        for field, number in parts.items():
+            if field in self._parts or len(self._parts) <= _MOST:
+                self._parts[field] += number
+        if self._dots is not None:
+            self._dots.count_all(names)
 
     def field(self, name: str, kind: str) -> tuple[str, str]:
         """Return the field that a part of a sample stands for, under its name after renaming."""
@@ -197,8 +194,9 @@ class Grouping:
         asked = {field for field in self._counts if not field[1] and field[0] in self._asked}
         return frozenset(asked | {field for field in frequent if field[1]}) or frequent
 
-    def sifted(self, records: Callable[[], Iterator[Record]], url: str) -> Iterator[Record]:
-        """Yield the sorted records of samples, and name the other ones in :attr:`left_out`.
+    def sifted(self, records: Callable[[], Iterator[Record]], url: str) -> Iterator[Record] | None:
+        """Yield the sorted records of samples, and name the other ones in :attr:`left_out`. Return None if all records
+        are samples.
 
         Raise :class:`BadObject` if a later part of a listing has other fields than its first part.
         """
@@ -209,7 +207,7 @@ class Grouping:
         self._is_sifted = bool(kept) and len(self._parts) <= _MOST
         # In the common case all names are samples, and the records of a million names need no second pass.
         if not self._is_sifted or not (others or self._about or self._lists):
-            return records()
+            return None
         rule = _Rule(self, frequent, kept)
         is_bounded = self._bounded if self._given is not None else kept == frequent
         if is_bounded and 3 * others > sum(self._counts.values()) - others:
@@ -219,7 +217,7 @@ class Grouping:
             if 3 * reasons[ALIEN] > reasons[""]:
                 if self._given is None:
                     self._is_sifted = False
-                    return records()
+                    return None
                 names = ", ".join(name or kind for name, kind in sorted(kept))[:200]
                 raise BadObject(
                     f"{url}: most of the new objects have none of the fields of the objects listed before ({names});\n"
@@ -296,6 +294,26 @@ class Dots:
                 self._stems.add(stem)
         elif len(self._beside) <= _MOST:
             self._beside.add((stem, suffix))
+
+    def count_all(self, names: Sequence[str]) -> None:
+        """Count names as :meth:`count` does."""
+        cut = [name.partition(".") for name in names]
+        counts = Counter([suffix for _, _, suffix in cut])
+        # All of the counters may be full soon; then each further name must be looked at alone.
+        if len(self._suffixes) + len(counts) > _MOST:
+            for name in names:
+                self.count(name)
+            return
+        self._suffixes.update(counts)
+        dotted = {suffix for suffix in counts if "." in suffix}
+        if len(self._stems) <= _MOST and dotted:
+            for stem, _, suffix in cut:
+                if suffix in dotted and len(self._stems) <= _MOST:
+                    self._stems.add(stem)
+        if len(self._beside) <= _MOST and len(dotted) < len(counts):
+            for stem, _, suffix in cut:
+                if suffix not in dotted and len(self._beside) <= _MOST:
+                    self._beside.add((stem, suffix))
 
     def decide(self, url: str) -> str:
         """Return a note if names must be cut at the last dot, else an empty text.

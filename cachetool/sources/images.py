@@ -41,6 +41,7 @@ import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, MissingExtra, UsageError
+from cachetool.core.image_limits import check_scans, check_sides
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import ReadResult, Skipped
 from cachetool.sources.limits import quoted
@@ -74,16 +75,6 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 Outline = tuple[str, tuple[int, ...]]
 """Dtype and shape of an array."""
-
-MAX_PIXELS = 2**27
-"""Largest number of pixels of an image."""
-PLAIN_PIXELS = 2**24
-MAX_RATIO = 200
-"""Largest number of bytes of pixels for one byte of an image that has more than ``PLAIN_PIXELS`` pixels."""
-
-MAX_SCANS = 100
-"""Largest number of scans of a JPEG. Encoders make about ten."""
-_SCAN = b"\xff\xda"
 
 _GAP = 3
 """Pixels a side that remain for each pixel of the result, at least, when blocks of pixels are averaged before the
@@ -137,7 +128,7 @@ def _outline(data: memoryview, *, masks: bool) -> tuple[str, int, int]:
             import simplejpeg
 
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            _check(width, height, len(data))
+            check_sides(width, height, len(data))
             return "", height, width
     return _by_pillow(data, lambda image: (_mask_dtype(image) if masks else "", *_stored_sides(image)), masks=masks)
 
@@ -167,14 +158,6 @@ def _mask(image: Any, size: ImageSize | None) -> Array:
     return numbers.astype(dtype, copy=False) // np.uint8(scale)
 
 
-def _refuse_scans(data: memoryview) -> None:
-    """Raise :class:`BadObject` for a JPEG of too many scans."""
-    # The decoder goes over all pixels for every scan, however few bytes a scan has. A hostile file could ask for a
-    # million of them.
-    if (scans := bytes(data).count(_SCAN)) > MAX_SCANS:
-        raise BadObject(f"a JPEG of {scans} scans is refused; at most {MAX_SCANS} are read")
-
-
 def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """Return the pixels of a JPEG by simplejpeg. Return None if simplejpeg is missing or cannot decode it: CMYK,
     damaged."""
@@ -184,8 +167,8 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         return None
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        _check(width, height, len(data))
-        _refuse_scans(data)
+        check_sides(width, height, len(data))
+        check_scans(bytes(data))
         pixels: np.ndarray[Any, np.dtype[np.uint8]] = simplejpeg.decode_jpeg(data, colorspace="RGB")
     except ValueError:
         return None
@@ -236,9 +219,9 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T], *, masks: bool) -> T:
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         with image:
-            _check(image.width, image.height, len(data))
+            check_sides(image.width, image.height, len(data))
             if image.format == "JPEG":
-                _refuse_scans(data)
+                check_scans(bytes(data))
             if masks and _mask_dtype(image):
                 return use(image)
             if image.mode not in _MODES:
@@ -269,13 +252,6 @@ def _bits(image: Any) -> int:
         return 16 if ";16" in str(how) else 8
     # A PPM states the largest value of a pixel instead of a number of bits.
     return int(how[1]).bit_length() if codec in ("ppm", "ppm_plain") else 8
-
-
-def _check(width: int, height: int, nbytes: int) -> None:
-    pixels = width * height
-    # The header alone decides, before memory is reserved: a few hundred bytes can claim 60,000 x 60,000 pixels.
-    if pixels > MAX_PIXELS or (pixels > PLAIN_PIXELS and 3 * pixels > MAX_RATIO * nbytes):
-        raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")
 
 
 def no_images(place: str, decode: str | None, schema: Schema, why: str) -> UsageError:

@@ -32,6 +32,7 @@ from cachetool.sources.opening import FileFacts, units_of
 from cachetool.sources.ours import NOT_OURS, Exported, exported
 from cachetool.sources.rows import UNIT_BYTES
 from cachetool.stores import Object, Store
+from cachetool.stores.base import Batch, Page
 
 __all__ = ["IndexSeen", "index_facts"]
 
@@ -59,11 +60,12 @@ class IndexSeen:
         self._store = store
         self._seen: dict[str, Object] = {}
 
-    def note(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
+    def note(self, pages: Iterable[Batch]) -> Iterator[Batch]:
         """Yield ``pages`` unchanged and remember their index files."""
         for page in pages:
             beside = (*INDEXES, DATASET_FILE)
-            self._seen.update((item.key, item) for item in page if item.key.endswith(beside))
+            columns = Page.of(page)
+            self._seen.update((key, columns[at]) for at, key in enumerate(columns.keys) if key.endswith(beside))
             yield page
 
     def ask(self, key: str) -> None:

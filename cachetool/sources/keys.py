@@ -20,6 +20,7 @@ from typing import Literal
 from cachetool.core.errors import UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import parse_text
+from cachetool.sources.names import NamedPage
 
 __all__ = ["Kind", "Part", "Stem", "extension_of", "is_decoded"]
 
@@ -36,6 +37,8 @@ _KINDS: dict[str, Kind] = {
     "txt": "str",
     **dict.fromkeys(IMAGES, "image"),
 }
+_MOST = 2**12
+"""Most suffixes whose fields are remembered."""
 CONTAINERS = ("npz", "json")
 """Kinds of objects that hold several fields."""
 
@@ -64,6 +67,7 @@ class Stem:
         """Raise :class:`UsageError` for a regular expression that is not valid."""
         self.rule = parse_text(rule, what="--stem")
         self._pattern: re.Pattern[str] | None = None
+        self._parts: dict[str, tuple[str, Kind]] = {}
         if rule not in ("first", "last"):
             try:
                 self._pattern = re.compile(rule)
@@ -86,6 +90,32 @@ class Stem:
         if not dot or not suffix:
             return "names without an extension"
         return _part(folder + stem, *_cut(suffix))
+
+    def suffixes(self, page: NamedPage) -> list[str] | None:
+        """Return the text of each name behind the dot that cuts it, empty for a name that cannot be cut.
+
+        Return None if a rule other than a dot cuts names. Each name that is cut is the sample's key, a dot and its
+        suffix; :meth:`part` tells the field.
+        """
+        if self.rule == "first":
+            return page.suffixes
+        return [name.rpartition(".")[2] if "." in name else "" for name in page.names] if self.rule == "last" else None
+
+    def suffix(self, name: str) -> str | None:
+        """Return the text of one key behind the dot that cuts it; None if a rule other than a dot cuts names."""
+        if self.rule == "first":
+            return name.rpartition("/")[2].partition(".")[2]
+        return name.rpartition("/")[2].rpartition(".")[2] if self.rule == "last" else None
+
+    def part(self, suffix: str) -> tuple[str, Kind]:
+        """Return the field that a suffix stands for, and its kind."""
+        # The names of a listing share a few suffixes.
+        if (part := self._parts.get(suffix)) is None:
+            cut = _part("", *_cut(suffix))
+            part = cut.field, cut.kind
+            if len(self._parts) < _MOST:
+                self._parts[suffix] = part
+        return part
 
     def _match(self, key: str) -> Part | str:
         assert self._pattern is not None

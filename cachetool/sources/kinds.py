@@ -55,12 +55,13 @@ from cachetool.core.errors import AccessDenied, BadObject, UsageError
 from cachetool.core.units import parse_choice
 from cachetool.formats.exported import DATASET_FILE, SIDE_FOLDER
 from cachetool.sources.contents import HEAD, ZIP, foreign, is_hdf5, is_npz, is_tar, is_tfrecord_file
-from cachetool.sources.grouping import describes
 from cachetool.sources.keys import Part, Stem, extension_of, is_decoded
 from cachetool.sources.limits import is_lmdb
+from cachetool.sources.names import NamedPage, describes
 from cachetool.sources.options import OF_FILES, READ_AS
 from cachetool.sources.readers import NOTE, EmptyFile, LeftOut
 from cachetool.stores import Object, redact, split_url
+from cachetool.stores.base import Batch
 from cachetool.stores.redact import printable
 
 if TYPE_CHECKING:
@@ -159,6 +160,10 @@ _SIDE_TABLE = re.compile(r"(metadata|meta|manifest|index)\.parq(uet)?", re.IGNOR
 """Names of tables that describe the other files of a folder."""
 _MOST_STEMS = 2**18
 """Most names of one kind that are compared with the names of archives."""
+_MOST_SUFFIXES = 2**12
+"""Most suffixes whose kinds are remembered."""
+_NOT_PLAIN = ("-of-", ".zarr/", f"{SIDE_FOLDER}/")
+"""Texts in lower case in keys whose suffix does not tell their kind."""
 _PACKED = ("gz", "bz2", "xz", "zst")
 _LOCKS = ("lock.mdb", ".lmdb-lock", ".mdb-lock")
 """Ends of the names of the lock files that LMDB keeps beside its files."""
@@ -270,6 +275,11 @@ def kind_of(name: str) -> Kind | None:
     return next((kind for kind in some if name.endswith(kind.suffixes) and "." in name.lstrip(".")), None)
 
 
+def _all_suffixes_have_dots() -> bool:
+    """Return True if a name's text behind its first dot tells its kind, also of the kinds that other packages add."""
+    return all(suffix.startswith(".") for kind in _installed() for suffix in kind.suffixes)
+
+
 def kind_of_head(head: bytes) -> Kind | None:
     """Return the kind of a file that begins with the bytes ``head``, or None."""
     return next((kind for kind in _by_turns() if kind.magic(head)), None)
@@ -372,19 +382,73 @@ class Census:
         self.learned: dict[str, Kind] = {}
         """Kinds of files by extension, for extensions that belong to no kind."""
         self._sized = True
+        self._plain: dict[str, tuple[str | None, str] | None] = {}
         self.is_zarr = False
         """True if the place itself is a Zarr."""
         self.exported: Object | None = None
         """The place's ``dataset.json``, which shows a folder written by ``convert --out``."""
 
-    def count(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
+    def count(self, pages: Iterable[Batch]) -> Iterator[NamedPage]:
         """Yield ``pages`` unchanged and count their objects."""
-        for page in pages:
-            for item in page:
+        for batch in pages:
+            page = NamedPage.of(batch)
+            for at in self._count_plain(page):
+                item = page[at]
                 self._count(item)
                 if item.key == DATASET_FILE:
                     self.exported = item
             yield page
+
+    def _count_plain(self, page: NamedPage) -> Iterable[int]:
+        """Count the objects whose suffix alone tells their kind. Return the positions of the other ones."""
+        text = page.text
+        # A false alarm only costs the time to look at each name.
+        if any(word in text.lower() for word in _NOT_PLAIN) or not _all_suffixes_have_dots():
+            return range(len(page))
+        known = {suffix: self._plain_kind(suffix) for suffix in set(page.suffixes)}
+        others = {*page.hidden, *page.describing}
+        if unclear := {suffix for suffix, kind in known.items() if kind is None}:
+            others.update(at for at, suffix in enumerate(page.suffixes) if suffix in unclear)
+        if DATASET_FILE in text or _ZARR.marks[0] in text:
+            names = (DATASET_FILE, *_ZARR.marks)
+            others.update(at for at, name in enumerate(page.names) if name in names)
+        suffixes, sizes = page.suffixes, page.sizes
+        if others:
+            plain = [at for at in range(len(page)) if at not in others]
+            suffixes, sizes = [suffixes[at] for at in plain], [sizes[at] for at in plain]
+        if sizes and min(sizes) < 0:
+            self._sized = False
+            sizes = [max(0, size) for size in sizes]
+        counts = Counter(suffixes)
+        sums = dict.fromkeys(counts, 0 if len(counts) > 1 else sum(sizes))
+        for suffix, size in zip(suffixes, sizes, strict=True) if len(counts) > 1 else ():
+            sums[suffix] += size
+        for suffix, number in counts.items():
+            kind, ending = known[suffix] or (None, "")
+            self._kinds[kind] += number
+            self._bytes[kind] += sums[suffix]
+            if kind is None and self._counts_unknown(ending):
+                wanted = _LOOKED_AT - len(self._extensions[ending])
+                places = (at for at, one in enumerate(page.suffixes) if one == suffix and at not in others)
+                self._extensions[ending] += [page[at] for at in itertools.islice(places, wanted)]
+                self._unknown[ending] += number
+                self._unknown_bytes[ending] += sums[suffix]
+        return sorted(others)
+
+    def _plain_kind(self, suffix: str) -> tuple[str | None, str] | None:
+        """Return the kind of all names with this suffix behind their first dot, and their extension.
+
+        Return None if each name must be looked at.
+        """
+        if suffix not in self._plain:
+            name = f"x.{suffix}"
+            kind = kind_of(name)
+            is_plain = suffix and not _describes(name) and (kind is None or kind.one_sample)
+            plain = (None if kind is None else kind.name, _ending(name)) if is_plain else None
+            if len(self._plain) >= _MOST_SUFFIXES:
+                return plain
+            self._plain[suffix] = plain
+        return self._plain[suffix]
 
     def _count(self, item: Object) -> None:
         folder, _, name = item.key.rpartition("/")
@@ -417,14 +481,21 @@ class Census:
         self._sized = self._sized and item.size >= 0
 
     def _count_unknown(self, item: Object, extension: str) -> None:
-        # A hostile listing may have a new extension for each key, so only the first 64 are counted.
-        if is_decoded(extension) or (extension not in self._extensions and len(self._extensions) >= _COUNTED):
+        if not self._counts_unknown(extension):
             return
-        items = self._extensions.setdefault(extension, [])
+        items = self._extensions[extension]
         if len(items) < _LOOKED_AT:
             items.append(item)
         self._unknown[extension] += 1
         self._unknown_bytes[extension] += max(0, item.size)
+
+    def _counts_unknown(self, extension: str) -> bool:
+        """Return True if files of this extension are counted as files of an unknown kind."""
+        # A hostile listing may have a new extension for each key, so only the first 64 are counted.
+        if is_decoded(extension) or (extension not in self._extensions and len(self._extensions) >= _COUNTED):
+            return False
+        self._extensions.setdefault(extension, [])
+        return True
 
     def look_inside(self, head_of: Callable[[Object], bytes], read_as: str | None) -> None:
         """Open files with unknown extensions to learn their kind, if that may decide what the place is."""
@@ -518,7 +589,8 @@ def _is_archive(name: str) -> bool:
 
 def _amounts(counts: dict[str | None, int]) -> str:
     """Return the counts of files for a message."""
-    texts = [f"{number} {name or 'other'}" for name, number in counts.items()]
+    amounts = sorted(counts.items(), key=lambda amount: -amount[1])
+    texts = [f"{number} {name or 'other'}" for name, number in amounts]
     return f"has no such file; it has {', '.join(texts)} files" if texts else "has no files"
 
 

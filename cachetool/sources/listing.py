@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import heapq
 import itertools
 import json
+import operator
 import os
 import struct
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,8 +42,9 @@ from cachetool.proc.folders import make_missing, new_file, remove_path, replacin
 from cachetool.sources.grouping import Grouping, Kept, Record
 from cachetool.sources.key_blocks import BLOCK, KeyBlocks, packed
 from cachetool.sources.keys import Stem
+from cachetool.sources.names import NamedPage
 from cachetool.stores import Object
-from cachetool.stores.base import LeftOut, check_listed
+from cachetool.stores.base import KEY_BYTES, LARGEST, Batch, LeftOut, check_listed
 
 __all__ = ["LISTING_FILE", "TABLE_FILE", "Listing", "Record", "opened", "write_listing", "write_sorted"]
 
@@ -53,6 +55,7 @@ RUN = 2**18
 """Number of keys that are sorted in memory at a time."""
 _VERSION = 2
 _HEAD = struct.Struct("<IIIq")
+_COUNT = struct.Struct("<I")
 HIDDEN = "hidden"
 """The reason for hidden names, which are counted but not listed by name."""
 CHUNK = 2**14
@@ -62,7 +65,7 @@ _NO_STARTS = np.zeros(0, dtype=np.int32)
 
 def write_listing(
     folder: Path,
-    pages: Iterable[list[Object]],
+    pages: Iterable[Batch],
     *,
     stem: Stem,
     url: str,
@@ -85,29 +88,66 @@ def write_listing(
     seen = 0
     try:
         for page in pages:
-            for item in page:
-                if (why := arrived.add(item, url)) is not None:
-                    if grouping is None or why == HIDDEN:
-                        passed_over[why] += 1
-                    else:
-                        passed_over.add(item.key, why, why)
+            for key, why in arrived.add_page(NamedPage.of(page), url):
+                if grouping is None or why == HIDDEN:
+                    passed_over[why] += 1
+                else:
+                    passed_over.add(key, why, why)
             seen += len(page)
             if progress is not None:
                 progress(seen)
-        records = arrived.records
+        sifted: Iterator[Record] | None = None
         if grouping is not None:
             # Only all names together show whether the first or the last dot is meant, so names are cut once more at the
             # end.
             if grouping.restem(url):
                 stem = grouping.stem
                 arrived.regroup(stem)
-            records = functools.partial(grouping.sifted, arrived.records, url)
-        return write_sorted(
-            folder, records(), stem=stem, url=url, left_out=lambda: passed_over.joined(left_out()),
-            inside=inside, grouping=grouping,
+            sifted = grouping.sifted(arrived.records, url)
+        return _written(
+            folder, arrived.columns() if sifted is None else _in_columns(sifted), stem=stem, url=url,
+            left_out=lambda: passed_over.joined(left_out()), inside=inside, grouping=grouping,
         )  # fmt: skip
     finally:
         arrived.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Some records as columns."""
+
+    samples: list[bytes]
+    keys: list[bytes]
+    sizes: list[int]
+    etags: list[bytes]
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> _Columns:
+        """Return at least one record as columns."""
+        samples, keys, sizes, etags = zip(*records, strict=True)
+        return cls([*samples], [*keys], [*sizes], [*etags])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def records(self) -> Iterator[Record]:
+        """Return the records one by one."""
+        return zip(self.samples, self.keys, self.sizes, self.etags, strict=True)
+
+    def record(self, at: int) -> Record:
+        """Return one record."""
+        return self.samples[at], self.keys[at], self.sizes[at], self.etags[at]
+
+    def part(self, start: int, stop: int) -> _Columns:
+        """Return some of the records."""
+        return _Columns(self.samples[start:stop], self.keys[start:stop], self.sizes[start:stop], self.etags[start:stop])
+
+    def extend(self, more: _Columns) -> None:
+        """Add records at the end."""
+        self.samples.extend(more.samples)
+        self.keys.extend(more.keys)
+        self.sizes.extend(more.sizes)
+        self.etags.extend(more.etags)
 
 
 class _Arrived:
@@ -117,8 +157,51 @@ class _Arrived:
         self._folder, self._stem, self._grouping = folder, stem, grouping
         self._runs: list[tuple[Record, Record, Path]] = []
         """First record, last record and file of each run."""
-        self._pending: list[Record] = []
+        self._pending = _Columns([], [], [], [])
         self._number = itertools.count()
+
+    def add_page(self, page: NamedPage, url: str) -> Iterator[tuple[str, str]]:
+        """Add objects. Yield each key that belongs to no sample, with the reason."""
+        # A page may be the whole list of a store, and no more than a run of it should be in memory twice.
+        step = min(RUN, CHUNK)
+        for start in range(0, len(page), step):
+            part = page if len(page) <= step else NamedPage.of(page[start : start + step])
+            for at in self._add_plain(part):
+                if (why := self.add(item := part[at], url)) is not None:
+                    yield item.key, why
+            if len(self._pending) >= RUN:
+                self._put_aside()
+
+    def _add_plain(self, page: NamedPage) -> Iterable[int]:
+        """Add the objects whose names are only cut at a dot. Return the positions of the other ones."""
+        suffixes = self._stem.suffixes(page)
+        keys, etags = _all_encoded(page.keys, page.text), _all_encoded(page.etags)
+        if suffixes is None or keys is None or etags is None or not _are_usable(keys, page.sizes, etags):
+            return range(len(page))
+        others = {*page.hidden, *(() if self._grouping is None else self._grouping.one_by_one(page))}
+        counts = Counter(suffixes)
+        if "" in counts:
+            others.update(at for at, suffix in enumerate(suffixes) if not suffix)
+        names, sizes = page.names, page.sizes
+        if others:
+            plain = [at for at in range(len(page)) if at not in others]
+            names, suffixes = [names[at] for at in plain], [suffixes[at] for at in plain]
+            keys, sizes, etags = [keys[at] for at in plain], [sizes[at] for at in plain], [etags[at] for at in plain]
+            counts = Counter(suffixes)
+        # The dot is cut off, too.
+        lengths = {suffix: len(_encode(suffix)) + 1 for suffix in counts}
+        if len(lengths) == 1:
+            (length,) = lengths.values()
+            samples = [key[:-length] for key in keys]
+        else:
+            samples = [key[: -lengths[suffix]] for key, suffix in zip(keys, suffixes, strict=True)]
+        if self._grouping is not None:
+            parts: Counter[tuple[str, str]] = Counter()
+            for suffix, number in counts.items():
+                parts[self._stem.part(suffix)] += number
+            self._grouping.count_all(names, parts)
+        self._pending.extend(_Columns(samples, keys, sizes, etags))
+        return sorted(others)
 
     def add(self, item: Object, url: str) -> str | None:
         """Add one object; return the reason why it belongs to no sample, or None."""
@@ -128,38 +211,47 @@ class _Arrived:
         check_listed(item, url)
         if self._grouping is not None:
             self._grouping.count(item.key, part)
-        self._append((_encode(part.sample), _encode(item.key), item.size, _encode(item.etag or "")))
+        record = _Columns([_encode(part.sample)], [_encode(item.key)], [item.size], [_encode(item.etag or "")])
+        self._pending.extend(record)
         return None
 
-    def _append(self, record: Record) -> None:
-        self._pending.append(record)
-        if len(self._pending) >= RUN:
-            path = _put_aside(self._folder / f"run-{next(self._number):04d}.tmp", self._pending)
-            self._runs.append((self._pending[0], self._pending[-1], path))
-            self._pending = []
+    def _put_aside(self) -> None:
+        pending = _in_order(self._pending)
+        path = self._folder / f"run-{next(self._number):04d}.tmp"
+        with new_file(path, 2**20) as file:
+            for start in range(0, len(pending), CHUNK):
+                _put(file, pending.part(start, start + CHUNK))
+        self._runs.append((pending.record(0), pending.record(-1), path))
+        self._pending = _Columns([], [], [], [])
+
+    def columns(self) -> Iterator[_Columns]:
+        """Return all records in sorted order, :data:`CHUNK` at a time."""
+        pending = self._pending = _in_order(self._pending)
+        runs = [(first, last, _take_back(path)) for first, last, path in self._runs]
+        if len(pending):
+            runs.append((pending.record(0), pending.record(-1), iter([pending])))
+        runs.sort(key=lambda run: run[0])
+        streams = [columns for *_, columns in runs]
+        # Most stores list in the order of keys, so the runs follow each other and need no merge.
+        if all(one[1] <= two[0] for one, two in pairwise(runs)):
+            return _in_chunks(itertools.chain(*streams))
+        return _in_columns(heapq.merge(*map(_in_records, streams)))
 
     def records(self) -> Iterator[Record]:
         """Return all records in sorted order."""
-        self._pending.sort()
-        runs = [(first, last, _take_back(path)) for first, last, path in self._runs]
-        if self._pending:
-            runs.append((self._pending[0], self._pending[-1], iter(self._pending)))
-        runs.sort(key=lambda run: run[0])
-        streams = [records for *_, records in runs]
-        # Most stores list in the order of keys, so the runs follow each other and need no merge.
-        if all(one[1] <= two[0] for one, two in pairwise(runs)):
-            return itertools.chain(*streams)
-        return heapq.merge(*streams)
+        return _in_records(self.columns())
 
     def regroup(self, stem: Stem) -> None:
         """Cut all names again by another rule."""
-        # records() holds on to the old runs and the old list, so add() below can collect new ones while the old files
-        # are read.
-        records, runs = self.records(), self._runs
-        self._stem, self._runs, self._pending = stem, [], []
+        # columns() holds on to the old runs and the old lists, so new ones can be collected while the old files are
+        # read.
+        chunks, runs = self.columns(), self._runs
+        self._stem, self._runs, self._pending = stem, [], _Columns([], [], [], [])
         try:
-            for _, key, size, etag in records:
-                self.add(Object(_decode(key), size, _decode(etag) or None), "")
+            for chunk in chunks:
+                page = NamedPage([*map(_decode, chunk.keys)], chunk.sizes, [*map(_decode, chunk.etags)])
+                for _ in self.add_page(page, ""):
+                    pass
         finally:
             for *_, path in runs:
                 remove_path(path)
@@ -168,6 +260,54 @@ class _Arrived:
         """Delete the files of runs."""
         for *_, path in self._runs:
             remove_path(path)
+
+
+def _in_order(columns: _Columns) -> _Columns:
+    """Return the records sorted."""
+    samples = columns.samples
+    # Most stores list in the order of keys, which is nearly always that of samples, too.
+    if all(map(operator.lt, samples, itertools.islice(samples, 1, None))):
+        return columns
+    return _Columns.of(sorted(columns.records()))
+
+
+def _in_records(chunks: Iterable[_Columns]) -> Iterator[Record]:
+    return itertools.chain.from_iterable(chunk.records() for chunk in chunks)
+
+
+def _in_columns(records: Iterator[Record]) -> Iterator[_Columns]:
+    """Yield records as columns, :data:`CHUNK` at a time."""
+    while some := list(itertools.islice(records, CHUNK)):
+        yield _Columns.of(some)
+
+
+def _in_chunks(columns: Iterable[_Columns]) -> Iterator[_Columns]:
+    """Yield the records of columns of any length, :data:`CHUNK` at a time."""
+    rest = _Columns([], [], [], [])
+    for some in columns:
+        rest.extend(some)
+        whole = len(rest) - len(rest) % CHUNK
+        for start in range(0, whole, CHUNK):
+            yield rest.part(start, start + CHUNK)
+        rest = rest.part(whole, len(rest))
+    if len(rest):
+        yield rest
+
+
+def _all_encoded(texts: list[str], joined: str | None = None) -> list[bytes] | None:
+    """Return each text as :func:`_encode` does; None if they cannot all be encoded at once."""
+    try:
+        raw = _encode("\0".join(texts) if joined is None else joined).split(b"\0")
+    # Half of a surrogate pair: the error is raised for the one key that has it.
+    except UnicodeEncodeError:
+        return None
+    return raw if len(raw) == len(texts) else None
+
+
+def _are_usable(keys: list[bytes], sizes: list[int], etags: list[bytes]) -> bool:
+    """Return True if :func:`check_listed` would accept all of these objects."""
+    longest = max(max(map(len, keys)), max(map(len, etags)))
+    return longest <= KEY_BYTES and min(sizes) >= -1 and max(sizes) < LARGEST
 
 
 def write_sorted(
@@ -181,8 +321,23 @@ def write_sorted(
     grouping: Grouping | None = None,
 ) -> Listing:
     """Write a listing as :func:`write_listing` does, from records that are sorted already."""
+    return _written(
+        folder, _in_columns(records), stem=stem, url=url, left_out=left_out, inside=inside, grouping=grouping
+    )
+
+
+def _written(
+    folder: Path,
+    chunks: Iterator[_Columns],
+    *,
+    stem: Stem,
+    url: str,
+    left_out: Callable[[], Mapping[str, int]],
+    inside: Callable[[], str],
+    grouping: Grouping | None,
+) -> Listing:
     make_missing(folder)
-    facts = _Writer(folder, url).write(records)
+    facts = _Writer(folder, url).write(chunks)
     passed_over = LeftOut().joined(left_out())
     facts |= {"version": _VERSION, "url": url, "stem": stem.rule}
     notes = [inside()]
@@ -203,22 +358,33 @@ def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _put_aside(path: Path, records: list[Record]) -> Path:
-    """Sort the records and write them to a new file, each with its lengths in front."""
-    records.sort()
-    with new_file(path) as file:
-        for sample, key, size, etag in records:
-            file.write(_HEAD.pack(len(sample), len(key), len(etag), size) + sample + key + etag)
-    return path
+def _put(file: BinaryIO, columns: _Columns) -> None:
+    """Write records to a file: their count, the lengths of their texts, their sizes, and the texts."""
+    texts = columns.samples, columns.keys, columns.etags
+    lengths = array("I")
+    for column in texts:
+        lengths.extend(map(len, column))
+    file.write(_COUNT.pack(len(columns)) + lengths.tobytes() + array("q", columns.sizes).tobytes())
+    for column in texts:
+        file.write(b"".join(column))
 
 
-def _take_back(path: Path) -> Iterator[Record]:
-    """Yield the records of a file that :func:`_put_aside` wrote."""
+def _take_back(path: Path) -> Iterator[_Columns]:
+    """Yield the records of a file that :func:`_put` wrote, as many at a time as were written."""
     with open(path, "rb") as file:
-        while head := file.read(_HEAD.size):
-            sample, key, etag, size = _HEAD.unpack(head)
-            body = file.read(sample + key + etag)
-            yield body[:sample], body[sample : sample + key], size, body[sample + key :]
+        while head := file.read(_COUNT.size):
+            (count,) = _COUNT.unpack(head)
+            lengths, sizes = array("I"), array("q")
+            lengths.fromfile(file, 3 * count)
+            sizes.fromfile(file, count)
+            samples = _cut(file, lengths[:count])
+            keys = _cut(file, lengths[count : 2 * count])
+            yield _Columns(samples, keys, sizes.tolist(), _cut(file, lengths[2 * count :]))
+
+
+def _cut(file: BinaryIO, lengths: array[int]) -> list[bytes]:
+    text = file.read(sum(lengths))
+    return [text[start:stop] for start, stop in pairwise(itertools.accumulate(lengths, initial=0))]
 
 
 class _Writer:
@@ -227,7 +393,7 @@ class _Writer:
     def __init__(self, folder: Path, url: str) -> None:
         self._folder, self._url = folder, url
 
-    def write(self, records: Iterator[Record]) -> dict[str, Any]:
+    def write(self, chunks: Iterator[_Columns]) -> dict[str, Any]:
         digest = hashlib.sha256()
         objects = units = nbytes = largest = open_bytes = begun = 0
         last_sample: bytes | None = None
@@ -239,17 +405,19 @@ class _Writer:
             _Numbers(self._folder / "sizes.npy") as sizes,
             _Numbers(self._folder / "units.npy") as starts,
         ):
-            while some := list(itertools.islice(records, CHUNK)):
-                samples, keys, object_sizes, etags = zip(*some, strict=True)
+            for some in chunks:
+                samples, keys, etags = some.samples, some.keys, some.etags
                 # Records are sorted by sample, then key, so a key that is listed twice stands next to itself, also
                 # across two chunks.
-                if (twice := next((one for one, two in pairwise((last_key, *keys)) if one == two), None)) is not None:
-                    raise BadObject(f"{self._url}: the key {_decode(twice)!r} is listed twice")
-                digest.update(b"".join([_HEAD.pack(len(a), len(b), len(d), c) + b + d for a, b, c, d in some]))
+                if last_key == keys[0] or any(map(operator.eq, keys, itertools.islice(keys, 1, None))):
+                    twice = next(one for one, two in pairwise((last_key, *keys)) if one == two)
+                    raise BadObject(f"{self._url}: the key {_decode(twice or b'')!r} is listed twice")
+                records = some.records()
+                digest.update(b"".join([_HEAD.pack(len(a), len(b), len(d), c) + b + d for a, b, c, d in records]))
                 for at in range(0, len(keys), BLOCK):
                     data.write(packed(keys[at : at + BLOCK], etags[at : at + BLOCK]))
                     blocks.append(data.count)
-                known = np.array(object_sizes, dtype=np.int64)
+                known = np.array(some.sizes, dtype=np.int64)
                 sizes.write(known)
                 np.maximum(known, 0, out=known)
                 nbytes += int(known.sum())

@@ -73,11 +73,12 @@ class Assembler:
         if part.kind in CONTAINERS:
             return True
         name = self._options.rename.get(part.field, part.field)
-        if not (wanted := self._wants(name)):
+        if not (wanted := self.wants(name)):
             sample.names.append(name)
         return wanted
 
-    def _wants(self, name: str) -> bool:
+    def wants(self, name: str) -> bool:
+        """Return True if the field of this name is asked for."""
         return name not in self._dropped if self._wanted is None else name in self._wanted
 
     def needed(self, sample: Assembled[V], parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
@@ -94,7 +95,7 @@ class Assembler:
             for old, value in fields:
                 new = self._options.rename.get(old, old)
                 sample.names.append(new)
-                if not self._wants(new):
+                if not self.wants(new):
                     continue
                 if isinstance(value, Unusable):
                     raise BadObject(f"{old[:100]!r}{value.why}; leave it out with --fields -{new[:100]}")

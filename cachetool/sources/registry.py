@@ -27,7 +27,7 @@ from cachetool.sources.store_list import StoreList
 from cachetool.sources.value_format import is_raw
 from cachetool.sources.zarr_keys import keys_of_zarr, without_mark
 from cachetool.stores import Limits, Object, Store, local_path, redact, split_url
-from cachetool.stores.base import HTTP_SCHEMES, SCHEMES, LeftOut, check_listed
+from cachetool.stores.base import HTTP_SCHEMES, SCHEMES, Batch, LeftOut, check_listed
 from cachetool.stores.registry import open_store
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class _Lister:
             unusable = LeftOut()
             listed = of_store.pages if braces is None else functools.partial(braces.pages, store)
 
-            def pages() -> Iterator[list[Object]]:
+            def pages() -> Iterator[Batch]:
                 names = _usable(listed(), store.url, unusable) if self._skip_bad else listed()
                 yield from census.count(self._chosen.of(names))
                 self._chosen.refuse_nothing(store.url, is_zarr=census.is_zarr)
@@ -279,7 +279,7 @@ class _Lister:
     def _files(
         self,
         store: Store,
-        pages: Iterable[list[Object]],
+        pages: Iterable[Batch],
         kind: Kind,
         place: str,
         *,
@@ -296,7 +296,7 @@ class _Lister:
         )  # fmt: skip
 
 
-def _usable(pages: Iterable[list[Object]], url: str, left_out: LeftOut) -> Iterator[list[Object]]:
+def _usable(pages: Iterable[Batch], url: str, left_out: LeftOut) -> Iterator[Batch]:
     """Yield pages without objects that no store can request, such as names of unlimited length. Those go to
     ``left_out``."""
     for page in pages:

@@ -42,7 +42,7 @@ from cachetool.sources.listing import Listing, Record, write_listing, write_sort
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOTE
 from cachetool.stores import Object, OrderedStore, open_store
-from cachetool.stores.base import LeftOut
+from cachetool.stores.base import Batch, LeftOut, Page, SortedStore
 
 __all__ = ["Change", "EarlyListing", "SEGMENT", "SegmentedListing", "last_key", "segment_name", "write_changes"]
 
@@ -213,7 +213,11 @@ def _compare(old_unit: tuple[int, list[Record]] | None, new_unit: list[Record] |
 
 
 SEGMENT = 2**20
-"""Number of keys in a segment."""
+"""Most keys in a segment."""
+# A folder of this machine and a manifest give a million names in some seconds, but training should begin in less. A
+# bucket's list is slow in any case, and its segments keep the size that caches know.
+_SHARES = (64, 16, 4, 1)
+"""Divisors of the most keys, for the first segments of a quick list. The last one is that of all further segments."""
 _LAST = "last_key"
 
 
@@ -227,7 +231,8 @@ def last_key(folder: Path) -> str | None:
 class EarlyListing(Closing):
     """The segments of a store's listing, one after another. A context manager.
 
-    ``after`` is the key after which it continues; ``skip_bad`` as in :func:`~cachetool.sources.registry.list_source`.
+    ``after`` is the key after which it continues, and ``number`` the number of the segment that begins there;
+    ``skip_bad`` as in :func:`~cachetool.sources.registry.list_source`.
     Raises :class:`UsageError` for a store or a ``stem`` that cannot be listed in segments, and the errors of
     :func:`cachetool.stores.open_store`.
     """
@@ -239,26 +244,30 @@ class EarlyListing(Closing):
         *,
         size: int = SEGMENT,
         after: str | None = None,
+        number: int = 0,
         kept: Kept | None = None,
         skip_bad: bool = False,
     ) -> None:
-        """``kept``: the fields that the first segment kept, if this is a later one."""
+        """``size``: most keys of a segment. ``kept``: the fields that the first segment kept."""
         self._options, self._kept = options, kept
-        self._stem, self._size = Stem("first"), size
+        self._stem, self._size, self._number = Stem("first"), size, number
         if locate(url) is not None and options.read_as != "objects":
             raise UsageError("--start-early is for folders of objects, not for a file of many samples; leave it out")
-        self._store = open_store(url, skip_unusable=skip_bad)
-        if not isinstance(self._store, OrderedStore) or options.stem not in (None, "first"):
+        self._store = open_store(url, skip_unusable=skip_bad, follow_links=options.follow_links)
+        self._is_quick = not isinstance(self._store, OrderedStore)
+        pages = self._store.list_after(after) if isinstance(self._store, SortedStore) else None
+        if pages is None or options.stem not in (None, "first"):
             self._store.close()
             raise UsageError(
-                "--start-early needs a store that lists in the order of its keys (s3, gs, az) and --stem first;"
-                " leave it out"
+                "--start-early needs names in order (s3, gs, az, a folder of this machine or a manifest) and --stem"
+                " first; leave it out"
             )
         self._census = Census(self._store.url)
         self._chosen = Selection(options)
-        self._pages = self._store.list_after(after)
+        self._pages = pages
         self._read_as = options.read_as
-        self._pending: list[Object] = []
+        self._pending = Page([], [], [])
+        self._counted = LeftOut()
         self._last = after
         self._seen = 0
         self.ended = False
@@ -276,7 +285,7 @@ class EarlyListing(Closing):
             self._checked(),
             stem=self._stem,
             url=self._store.url,
-            left_out=lambda: LeftOut().joined(self._store.left_out).joined(self._chosen.left_out(not_taken)),
+            left_out=lambda: self._passed_over().joined(self._chosen.left_out(not_taken)),
             progress=None if progress is None else lambda count: progress(before + count),
             grouping=grouping,
         )
@@ -292,7 +301,14 @@ class EarlyListing(Closing):
                 file.write(self._last.encode("utf-8", "surrogateescape"))
         return listing
 
-    def _checked(self) -> Iterator[list[Object]]:
+    def _passed_over(self) -> LeftOut:
+        """Return what the store left out since the last segment."""
+        now = LeftOut().joined(self._store.left_out)
+        before, self._counted = self._counted, now
+        # The store counts from the beginning of its list, but the counts of all segments are added up.
+        return LeftOut(now - before, now.named[len(before.named) :], now.more - before.more)
+
+    def _checked(self) -> Iterator[Batch]:
         """Yield the next segment. Raises :class:`UsageError` if its names show files of many samples instead of
         objects."""
         taken = self._chosen.taken
@@ -309,40 +325,46 @@ class EarlyListing(Closing):
                 " leave it out"
             )
 
-    def _segment(self) -> Iterator[list[Object]]:
+    def _segment(self) -> Iterator[Page]:
         """Yield the pages of the next segment."""
-        count = 0
+        count, most = 0, self._size
+        if self._is_quick:
+            most = max(1, most // _SHARES[min(self._number, len(_SHARES) - 1)])
+        self._number += 1
         while True:
-            page: list[Object] | None = self._pending or next(iter(self._pages), None)
-            self._pending = []
+            page: Page | None = self._pending
+            if not page:
+                batch = next(self._pages, None)
+                page = None if batch is None else Page.of(batch)
+            self._pending = Page([], [], [])
             if page is None:
                 self.ended = True
                 return
             self._refuse_disorder(page)
-            cut = min(len(page), self._size - count)
+            cut = min(len(page), most - count)
             # The objects of one sample must not fall into two segments: they would become two units.
             while cut < len(page) and self._goes_on(page, cut):
                 cut += 1
             count += cut
             self._seen += cut
             if cut:
-                self._last = page[cut - 1].key
+                self._last = page.keys[cut - 1]
                 yield page[:cut]
             if cut < len(page):
                 self._pending = page[cut:]
                 return
 
-    def _goes_on(self, page: list[Object], at: int) -> bool:
+    def _goes_on(self, page: Page, at: int) -> bool:
         """Return True if the object at ``at`` belongs to the sample of the object before it."""
-        before = page[at - 1].key if at else self._last
+        before = page.keys[at - 1] if at else self._last
         if before is None:
             return False
-        one, two = self._stem.split(before), self._stem.split(page[at].key)
+        one, two = self._stem.split(before), self._stem.split(page.keys[at])
         return not isinstance(one, str) and not isinstance(two, str) and one.sample == two.sample
 
-    def _refuse_disorder(self, page: list[Object]) -> None:
+    def _refuse_disorder(self, page: Page) -> None:
         """Raise :class:`SourceError` for a page whose keys are not in order."""
-        keys = [item.key.encode("utf-8", "surrogateescape") for item in page]
+        keys = [key.encode("utf-8", "surrogateescape") for key in page.keys]
         before = b"" if self._last is None else self._last.encode("utf-8", "surrogateescape")
         # Python sorts text by code points and object stores by bytes, which differ for bytes that are no UTF-8. So the
         # bytes are compared.

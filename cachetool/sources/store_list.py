@@ -31,8 +31,8 @@ from cachetool.core.errors import AccessDenied, Interrupted, SourceError, Unreac
 from cachetool.proc.folders import new_file, shared_file
 from cachetool.proc.scratch import WorkFolder
 from cachetool.sources.fetch import Fetcher
-from cachetool.stores import Object, OrderedStore, Store
-from cachetool.stores.base import LeftOut, Pages
+from cachetool.stores import OrderedStore, Store
+from cachetool.stores.base import LeftOut, Page, Pages
 
 __all__ = ["StoreList"]
 
@@ -142,7 +142,7 @@ class _Page:
     """Some objects of a range, and the range's progress."""
 
     range: int
-    objects: list[Object]
+    objects: Page
     ended: bool
     left_out: LeftOut
     """The objects left out of the range so far."""
@@ -163,7 +163,7 @@ class _Range:
 
     def take(self, page: _Page) -> None:
         """Count a kept page as received, so that :meth:`ask` continues with the page after it."""
-        self._after = page.objects[-1].key if page.objects else self._after
+        self._after = page.objects.keys[-1] if page.objects else self._after
         self.ended = page.ended
         self.left_out = self._before = page.left_out
 
@@ -171,19 +171,20 @@ class _Range:
         """Ask for the next page."""
         if self._pages is None:
             self._pages = self._store.list_after(self._after, self._upto)
-        objects = next(self._pages, None)
-        self.ended = objects is None
+        batch = next(self._pages, None)
+        self.ended = batch is None
+        objects = Page.of(batch or ())
         if objects:
-            keys = [key.encode("utf-8", "surrogateescape") for key in (self._after or "", *(o.key for o in objects))]
+            keys = [key.encode("utf-8", "surrogateescape") for key in (self._after or "", *objects.keys)]
             self.is_ordered = self.is_ordered and keys == sorted(keys)
-            self._after = objects[-1].key
+            self._after = objects.keys[-1]
         counted = self._store.left_out
         named, more = (counted.named, counted.more) if isinstance(counted, LeftOut) else ((), 0)
         # The store counts from the beginning of this process's requests, so the counts of kept pages are added each
         # time.
         self.left_out = LeftOut(self._before, self._before.named, self._before.more)
         self.left_out.joined(LeftOut(counted, named, more))
-        return _Page(self._number, objects or [], self.ended, self.left_out)
+        return _Page(self._number, objects, self.ended, self.left_out)
 
 
 def _asked(ranges: list[_Range], workers: int) -> Iterator[_Page]:
@@ -266,14 +267,15 @@ class _Log:
         """Yield the pages."""
         self._file.seek(self._begin)
         for number, ended, objects, counts, named, more in _frames(self._file):
-            yield _Page(number, [Object(*item) for item in objects], ended, LeftOut(counts, named, more))
+            page = Page([item[0] for item in objects], [item[1] for item in objects], [item[2] for item in objects])
+            yield _Page(number, page, ended, LeftOut(counts, named, more))
         # A kill may leave half a page at the end. New pages must follow the last complete one.
         self._file.truncate()
 
     def append(self, page: _Page) -> None:
         """Write a page to the log."""
         out = page.left_out
-        objects = [(item.key, item.size, item.etag) for item in page.objects]
+        objects = list(zip(page.objects.keys, page.objects.sizes, page.objects.etags, strict=True))
         self._file.write(_framed([page.range, page.ended, objects, out, out.named, out.more]))
         # Not synced: what was written survives a kill, and after a power cut the checksum shows where the log ends.
         self._file.flush()

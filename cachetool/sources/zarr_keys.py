@@ -19,6 +19,7 @@ from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object, Store, split_url
+from cachetool.stores.base import Batch
 
 __all__ = ["keys_of_zarr", "without_mark"]
 
@@ -37,7 +38,7 @@ def without_mark(url: str) -> str:
     return f"{folder}{mark}{query}" if slash and name in _NAMED else url
 
 
-def keys_of_zarr(store: Store, options: SourceOptions) -> Iterator[list[Object]] | None:
+def keys_of_zarr(store: Store, options: SourceOptions) -> Iterator[Batch] | None:
     """Yield all objects of the Zarr at a store that cannot list them, in pages; return None if there is no Zarr.
 
     Raises :class:`UsageError` for a group that names no arrays, :class:`BadObject` for damaged metadata.
@@ -91,7 +92,7 @@ def _name(key: str) -> str:
 
 def _pages(
     store: Store, first: list[Object], arrays: Mapping[str, Mapping[str, Any] | None], options: SourceOptions
-) -> Iterator[list[Object]]:
+) -> Iterator[Batch]:
     """Yield the objects of the metadata, then those of the chunks, in pages."""
     asked = {item.key: item for item in first}
 

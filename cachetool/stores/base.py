@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self, overload, runtime_checkable
 
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
@@ -31,7 +31,9 @@ __all__ = [
     "Object",
     "Opening",
     "OrderedStore",
+    "Page",
     "Pages",
+    "SortedStore",
     "Store",
     "StoreAround",
     "Telling",
@@ -168,9 +170,53 @@ class LeftOut(Counter[str]):
         return (*self.named, ("...", f"and {self.more} more")) if self.more else tuple(self.named)
 
 
-Batch = list[Object]
+class Page(Sequence[Object]):
+    """Objects of a listing as three columns, so that a million names need no million objects.
+
+    Args:
+        keys: Key of each object.
+        sizes: Size of each object in bytes; -1 if unknown.
+        etags: ETag of each object; an empty text if the store has none.
+    """
+
+    __slots__ = ("etags", "keys", "sizes")
+
+    def __init__(self, keys: list[str], sizes: list[int], etags: list[str]) -> None:
+        self.keys, self.sizes, self.etags = keys, sizes, etags
+
+    @classmethod
+    def of(cls, objects: Sequence[Object]) -> Page:
+        """Return ``objects`` as a page; a page is returned as it is."""
+        if isinstance(objects, Page):
+            return objects
+        return cls([one.key for one in objects], [one.size for one in objects], [one.etag or "" for one in objects])
+
+    def at(self, places: Sequence[int]) -> Page:
+        """Return the objects at these positions as a page."""
+        keys, sizes, etags = self.keys, self.sizes, self.etags
+        return Page([keys[at] for at in places], [sizes[at] for at in places], [etags[at] for at in places])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> Object: ...
+    @overload
+    def __getitem__(self, at: slice) -> Page: ...
+    def __getitem__(self, at: int | slice) -> Object | Page:
+        if isinstance(at, slice):
+            return Page(self.keys[at], self.sizes[at], self.etags[at])
+        return Object(self.keys[at], self.sizes[at], self.etags[at] or None)
+
+    def __iter__(self) -> Iterator[Object]:
+        return (
+            Object(key, size, etag or None) for key, size, etag in zip(self.keys, self.sizes, self.etags, strict=True)
+        )
+
+
+Batch = Sequence[Object]
 Pages = Iterator[Batch]
-"""A listing as it arrives: batches of objects."""
+"""A listing as it arrives: batches of objects, each a list or a :class:`Page`."""
 
 
 class Store(Protocol):
@@ -192,7 +238,7 @@ class Store(Protocol):
         """Yield all objects, in batches, in no promised order. "Folders" (keys that end in ``/``) are left out.
 
         Returns:
-            An iterator over lists of :class:`Object`. A list may be empty.
+            An iterator over lists of :class:`Object`, or over :class:`Page` objects. Either may be empty.
 
         Raises:
             NotFound: If the bucket or folder does not exist.
@@ -287,14 +333,44 @@ class Opening(Protocol):
 
 
 @runtime_checkable
-class OrderedStore(Store, Protocol):
-    """A store that lists its keys in ascending order of their bytes. An optional protocol.
+class SortedStore(Store, Protocol):
+    """A store that can list its keys in ascending order of their bytes. An optional protocol.
 
-    Listings of such a store can continue after a key, and several ranges of keys can be listed at once.
+    A listing of such a store can continue after a key.
 
     Example:
-        >>> def keys_after(store: OrderedStore, key: str) -> list[str]:
-        ...     return [item.key for page in store.list_after(key) for item in page]
+        >>> def keys_after(store: SortedStore, key: str) -> list[str]:
+        ...     return [item.key for page in store.list_after(key) or () for item in page]
+    """
+
+    def list_after(self, key: str | None) -> Pages | None:
+        """Yield the objects with a key above ``key``, ascending.
+
+        :attr:`Store.left_out` grows page by page meanwhile.
+
+        Args:
+            key: The listing begins behind this key. None: list from the beginning.
+
+        Returns:
+            An iterator over batches of objects; None if the keys of this place cannot be listed in order.
+
+        Raises:
+            NotFound: If the folder does not exist.
+            AccessDenied: If credentials are missing or refused.
+            Unreachable: If the store does not answer in time.
+        """
+        ...
+
+
+@runtime_checkable
+class OrderedStore(Store, Protocol):
+    """A remote store that lists its keys in ascending order of their bytes. An optional protocol.
+
+    Several ranges of its keys can be listed at once, and a listing continues after a kill.
+
+    Example:
+        >>> def keys_upto(store: OrderedStore, key: str) -> list[str]:
+        ...     return [item.key for page in store.list_after(None, key) for item in page]
     """
 
     def place(self) -> str:
@@ -306,16 +382,14 @@ class OrderedStore(Store, Protocol):
         ...
 
     def list_after(self, key: str | None, upto: str | None = None) -> Pages:
-        """Yield the objects with a key above ``key``, ascending.
-
-        :attr:`Store.left_out` grows page by page meanwhile.
+        """Yield the objects with a key above ``key``, ascending; see :class:`SortedStore`.
 
         Args:
             key: The listing begins behind this key. None: list from the beginning.
             upto: Last key of the listing, itself included. None: list to the end.
 
         Returns:
-            An iterator over lists of :class:`Object`.
+            An iterator over batches of objects.
 
         Raises:
             NotFound: If the bucket does not exist.

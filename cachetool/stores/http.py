@@ -25,7 +25,7 @@ from dataclasses import replace
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import ZARR_METADATA, LeftOut, Limits, Object, Pages, check_identity
+from cachetool.stores.base import ZARR_METADATA, Batch, LeftOut, Limits, Object, Page, Pages, check_identity
 from cachetool.stores.credentials import netrc_path
 from cachetool.stores.http_listing import MODIFIED, SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
 from cachetool.stores.http_objects import IgnoresRanges, ObjectClient
@@ -96,6 +96,7 @@ _MANIFESTS = (".txt", ".jsonl", ".ndjson")
 _INDEX_BYTES = 2**27
 """Most bytes of one index page. A server writes some hundred bytes for each object."""
 _MANIFEST_BYTES = 2**30
+_PAGE = 1000
 # A server may lead into a folder inside itself, for ever.
 _MAX_DEPTH = 64
 # A server may make up folders without end.
@@ -152,17 +153,43 @@ class HttpStore:
         self._seen.clear()
         left_out = LeftOut()
         if self._manifest:
-            body = self._fetch(self._origin + self._manifest + self._query, self.url, most=_MANIFEST_BYTES).body
-            for page in read_manifest(body, place=self.url):
-                for item in page:
-                    if is_absolute(item.key):
-                        # Called for its check alone: a manifest must not name another server, and the user learns that
-                        # from the listing, before any object is fetched.
-                        self._url_of(item)
+            for page in self._named():
+                self._check_hosts(page)
                 yield page
         else:
             yield from self._walk(left_out)
         self._left_out = left_out
+
+    def list_after(self, key: str | None) -> Pages | None:
+        """Yield the objects of a manifest behind ``key``, ascending, whatever the order of its lines. Return None
+        without a manifest."""
+        return self._sorted(key) if self._manifest else None
+
+    def _sorted(self, key: str | None) -> Pages:
+        self._seen.clear()
+        page = Page([], [], [])
+        for some in self._named():
+            page.keys += [item.key for item in some]
+            page.sizes += [item.size for item in some]
+            page.etags += [item.etag or "" for item in some]
+        raw = [text.encode("utf-8", "surrogateescape") for text in page.keys]
+        after = b"" if key is None else key.encode("utf-8", "surrogateescape")
+        order = [at for at in sorted(range(len(raw)), key=raw.__getitem__) if raw[at] > after]
+        for start in range(0, len(order), _PAGE):
+            some = page.at(order[start : start + _PAGE])
+            self._check_hosts(some)
+            yield some
+
+    def _named(self) -> Pages:
+        """Yield the objects in the order of the manifest's lines."""
+        body = self._fetch(self._origin + self._manifest + self._query, self.url, most=_MANIFEST_BYTES).body
+        return read_manifest(body, place=self.url)
+
+    def _check_hosts(self, page: Batch) -> None:
+        """Raise an error if a manifest names an object of another server, before any object is fetched."""
+        for item in page:
+            if is_absolute(item.key):
+                self._url_of(item)
 
     def _walk(self, left_out: LeftOut) -> Pages:
         folders, seen, empty = [""], {""}, 0

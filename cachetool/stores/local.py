@@ -16,18 +16,19 @@ So a folder made by a stranger cannot have other files of this machine read. ``f
 
 from __future__ import annotations
 
+import bisect
 import errno
 import io
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
 from cachetool.proc.disk import limit_error
-from cachetool.stores.base import EXHAUSTED, LeftOut, Object, Pages, check_identity, check_length
+from cachetool.stores.base import EXHAUSTED, LeftOut, Object, Page, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 from cachetool.stores.walk import FOLLOW, Walk
 
@@ -87,56 +88,90 @@ class LocalStore:
         return self._left_out
 
     def list(self) -> Pages:
-        """Yield all files, in batches. Raise :class:`AccessDenied` for a folder that cannot be read."""
+        """Yield all files in the order of their keys. Raise :class:`AccessDenied` for a folder that cannot be read."""
+        return self.list_after(None)
+
+    def list_after(self, key: str | None) -> Pages:
+        """Yield the files behind ``key``, ascending; see :class:`cachetool.stores.base.SortedStore`."""
         # lexists() and not exists(): a link in the place of Zarr metadata is there, whatever its target.
         walk = Walk(self, lambda key: os.path.lexists(os.path.join(self._root, key)))
-        batch: list[Object] = []
-        folders = [""]
-        while folders:
-            folder = folders.pop()
-            try:
-                with os.scandir(os.path.join(self._root, folder)) as entries:
-                    for entry in entries:
-                        key = f"{folder}{entry.name}"
-                        if walk.hides(key, folder=entry.is_dir(follow_symlinks=False)):
-                            continue
-                        # Links to folders are not walked: they may lead in circles, or out of the folder.
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(f"{key}/")
-                        elif (item := self._listed(entry, key, walk)) is not None:
-                            batch.append(item)
-                            if len(batch) == _BATCH:
-                                yield batch
-                                batch = []
-            # Another process removed the folder between its listing and its walk. Only the store's own folder must
-            # exist.
-            except FileNotFoundError:
-                if not folder:
-                    raise NotFound(f"no folder {self.url!r}") from None
-            except PermissionError as error:
-                raise AccessDenied(f"folder {self._shown(folder)!r} cannot be read: permission denied") from error
-            except OSError as error:
-                raise SourceError(f"folder {self._shown(folder)!r} cannot be read: {error.strerror}") from error
-        if batch:
-            yield batch
         self._left_out = walk.left_out
+        page = Page([], [], [])
+        # The folders from the root to the one that is read now. Only the last one is open.
+        levels = [_Level(self._root, "", key, walk)]
+        try:
+            while levels:
+                level = levels[-1]
+                try:
+                    names = level.more()
+                    if isinstance(names, str):
+                        level.close()
+                        levels.append(_Level(self._root, f"{level.folder}{names}", key, walk))
+                    elif names:
+                        self._take(level, names, walk, page)
+                    else:
+                        levels.pop().close()
+                # Another process removed the folder between its listing and its walk. Only the store's own folder must
+                # exist.
+                except FileNotFoundError:
+                    if not level.folder:
+                        raise NotFound(f"no folder {self.url!r}") from None
+                    levels.pop().close()
+                except PermissionError as error:
+                    shown = self._shown(level.folder)
+                    raise AccessDenied(f"folder {shown!r} cannot be read: permission denied") from error
+                except OSError as error:
+                    shown = self._shown(level.folder)
+                    raise SourceError(f"folder {shown!r} cannot be read: {error.strerror}") from error
+                if len(page) >= _BATCH:
+                    yield page
+                    page = Page([], [], [])
+            if page:
+                yield page
+        finally:
+            for level in levels:
+                level.close()
+
+    def _take(self, level: _Level, names: Sequence[str], walk: Walk, page: Page) -> None:
+        """Add files of a folder to ``page``."""
+        folder, fd, stat_of = level.folder, level.fd, os.stat
+        try:
+            if level.special.isdisjoint(names):
+                # By the folder's descriptor: the kernel need not walk the path for each file again.
+                looked = [stat_of(name, dir_fd=fd, follow_symlinks=False) for name in names]
+                if all(map(stat.S_ISREG, [status.st_mode for status in looked])):
+                    page.keys += [folder + name for name in names]
+                    page.sizes += [status.st_size for status in looked]
+                    page.etags += _etags(looked)
+                    return
+        # A file was removed meanwhile, or may not be looked at. The loop below finds out which one.
+        except OSError:
+            pass
+        for name in names:
+            item = self._listed(f"{folder}{name}", walk)
+            if item is not None:
+                page.keys.append(item.key)
+                page.sizes.append(item.size)
+                page.etags.append(item.etag or "")
 
     def _shown(self, folder: str) -> str:
         """Return the path of a folder below the root as it may be shown."""
         return printable(os.path.join(self._root, folder.removesuffix("/"))) if folder else self.url
 
-    def _listed(self, entry: os.DirEntry[str], key: str, walk: Walk) -> Object | None:
+    def _listed(self, key: str, walk: Walk) -> Object | None:
+        path = os.path.join(self._root, key)
+        is_link = os.path.islink(path)
         try:
             # stat() follows the link, so size and time are those of the target, which is what a read returns.
-            status = entry.stat()
+            status = os.stat(path)
         # Another process removed the file since it was listed, or a link has no target.
         except OSError as error:
             # The folder may be listed but not entered. All its files would be left out as vanished, so this is an
             # error.
-            if isinstance(error, PermissionError) and not entry.is_symlink():
+            if isinstance(error, PermissionError) and not is_link:
                 raise
-            if entry.is_symlink():
-                walk.leave_out(key, "broken links", _broken(entry.path, error))
+            if is_link:
+                walk.leave_out(key, "broken links", _broken(path, error))
             else:
                 walk.left_out["vanished while listing"] += 1
             return None
@@ -144,7 +179,7 @@ class LocalStore:
             walk.leave_out(key, "links to folders", "a link to a folder; name that folder as a source of its own")
         elif not stat.S_ISREG(status.st_mode):
             walk.leave_out(key, "special files", "not a regular file")
-        elif entry.is_symlink() and not self._follows(key, os.path.realpath(entry.path)):
+        elif is_link and not self._follows(key, os.path.realpath(path)):
             walk.leave_out(
                 key, "links that lead out of the folder", f"a link that leads out of the folder; {FOLLOW} it"
             )
@@ -269,6 +304,83 @@ class LocalStore:
         """Do nothing: no file stays open."""
 
 
+class _Level:
+    """One folder of a walk: its names in order, and how far they were read.
+
+    ``folder`` is its key, empty or with a ``/`` at its end. No key up to ``after`` is wanted.
+    """
+
+    def __init__(self, root: str, folder: str, after: str | None, walk: Walk) -> None:
+        self.folder = folder
+        self.special: frozenset[str] = frozenset()
+        """Names that are neither regular files nor folders."""
+        self._path, self._walk = os.path.join(root, folder), walk
+        self._after = after if after is not None and after.startswith(folder) else None
+        self._names: list[str] | None = None
+        self._folders: list[int] = []
+        """Positions of folders among the names that were not read, in descending order."""
+        self._at = 0
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the folder, which is opened if it is not open."""
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        return self._fd
+
+    def close(self) -> None:
+        """Close the folder until it is used again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def more(self) -> list[str] | str:
+        """Return the next names of files, or the next folder with a ``/`` at its end. Empty behind the last name."""
+        if self._names is None:
+            self._names = self._read()
+        start = self._at
+        stop = self._folders[-1] if self._folders else len(self._names)
+        if start == stop and self._folders:
+            self._at += 1
+            return self._names[self._folders.pop()]
+        self._at = min(stop, start + _BATCH)
+        return self._names[start : self._at]
+
+    def _read(self) -> list[str]:
+        special, folders = [], 0
+        others: list[os.DirEntry[str]] = []
+        with os.scandir(self.fd) as entries:
+            # One comprehension takes a third less time than a loop over millions of entries. append() returns None.
+            aside: Callable[[os.DirEntry[str]], object] = others.append
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False) or aside(entry)]
+            for entry in others:
+                # With the slash, because "a/x" comes behind "a.x" although "a" comes before it.
+                if entry.is_dir(follow_symlinks=False):
+                    names.append(f"{entry.name}/")
+                    folders += 1
+                else:
+                    names.append(entry.name)
+                    special.append(entry.name)
+        # Python sorts text by code points and stores sort by bytes. They differ for bytes that are no UTF-8.
+        names.sort(key=None if all(map(str.isascii, names)) else os.fsencode)
+        if self._after is not None:
+            head, slash, _ = self._after[len(self.folder) :].partition("/")
+            # The folder in which the last key lies is read again; a file that is the last key is not.
+            side = bisect.bisect_left if slash else bisect.bisect_right
+            del names[: side(names, os.fsencode(head + slash), key=os.fsencode)]
+        # All hidden names stand together, because "/" follows "." and is the first character of no name.
+        hidden = slice(bisect.bisect_left(names, "."), bisect.bisect_left(names, "/"))
+        names[hidden] = [name for name in names[hidden] if not self._hides(name)]
+        if folders:
+            self._folders = [at for at in range(len(names) - 1, -1, -1) if names[at][-1] == "/"]
+        self.special = frozenset(special)
+        return names
+
+    def _hides(self, name: str) -> bool:
+        return self._walk.hides(f"{self.folder}{name}".removesuffix("/"), folder=name.endswith("/"))
+
+
 class _ListedFile(io.FileIO):
     """An open file that is compared with its listing after each read."""
 
@@ -310,4 +422,8 @@ def _broken(link: str, error: OSError) -> str:
 
 
 def _etag(status: os.stat_result) -> str:
-    return f"{status.st_mtime_ns:x}-{status.st_size:x}"
+    return _etags([status])[0]
+
+
+def _etags(looked: list[os.stat_result]) -> list[str]:
+    return [f"{status.st_mtime_ns:x}-{status.st_size:x}" for status in looked]

@@ -20,7 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import cachetool.stores.bounded as bounded
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import Batch, LeftOut, Limits, Object, Pages, check_identity, check_length, refuse_encoded
+from cachetool.stores.base import LeftOut, Limits, Object, Page, Pages, check_identity, check_length, refuse_encoded
 from cachetool.stores.bucket_listing import BucketList
 from cachetool.stores.credentials import (
     EXPIRES,
@@ -221,7 +221,7 @@ class ObjectStore:
         left_out = self._left_out = LeftOut()
         circle = _Circle(self.url)
         for page in self._pages(key, left_out, upto):
-            batch: Batch = []
+            batch = Page([], [], [])
             for meta in page:
                 path = meta["path"]
                 # Keys are compared as bytes, because stores list in this order and Python compares text by code points,
@@ -236,7 +236,9 @@ class ObjectStore:
                 if not path or (meta["size"] == 0 and self._head(path) is None):
                     left_out["folder markers"] += 1
                     continue
-                batch.append(Object(path, meta["size"], _bare(meta["e_tag"])))
+                batch.keys.append(path)
+                batch.sizes.append(meta["size"])
+                batch.etags.append(_bare(meta["e_tag"]) or "")
             yield batch
 
     def _pages(self, after: str | None, left_out: LeftOut, upto: str | None) -> Iterator[Any]:

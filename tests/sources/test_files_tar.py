@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pickle
 import tarfile
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cachetool.core.errors import BadObject, UsageError
+from cachetool.sources import tar
+from cachetool.sources.byte_source import MemoryRanges, SourceFile
 from cachetool.sources.options import SourceOptions
+from cachetool.sources.tar import TarFile
 from tests.sources.files import damaged, file_kind, open_files, outcome, same, samples
 
 RANDOM = np.random.default_rng(3)
@@ -348,3 +355,76 @@ def test_many_skipped_members_are_counted_without_names(tmp_path: Path) -> None:
     with open_files(path) as source:
         assert len(source.skipped) == 101
         assert source.skipped[-1] == ("...", "and 50 more")
+
+
+KEYS = st.lists(st.sampled_from(["a", "b", "d/c", "d/e", "f", "./g"]), unique=True, min_size=1)
+ENDS = st.lists(st.sampled_from(["txt", "cls", "x.npy", "y.npy", "jpg", "json", "bin"]), unique=True, max_size=4)
+OTHERS = st.lists(st.sampled_from([(".h", "txt", 0), ("README", "", 0), ("a", "txt", 1), ("f", "cls", 2)]), max_size=1)
+VALUES: dict[str, list[bytes]] = {
+    "txt": [b"", "é".encode(), b"\xff"],
+    "cls": [b"1", b"-5\n", b"x"],
+    "x.npy": [npy(np.arange(3)), npy(np.arange(2)), b"junk"],
+    "y.npy": [npy(np.float32(1)), npy(np.float32(2)), npy(np.int64(1))],
+    "json": [b'{"k": 1}', b'{"k": 2}', b"{"],
+}
+
+
+@settings(max_examples=80)
+@given(
+    keys=KEYS,
+    ends=ENDS,
+    values=st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=1, max_size=5),
+    others=OTHERS,
+    form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+    options=st.sampled_from(
+        [
+            {},
+            {"fields": ["txt"]},
+            {"label_from_folder": True, "key": False},
+            {"rename": {"txt": "jpg"}},
+            {"stem": "last"},
+        ]
+    ),
+)
+def test_members_read_as_columns_are_the_members_read_one_by_one(
+    keys: list[str],
+    ends: list[str],
+    values: list[int],
+    others: list[tuple[str, str, int]],
+    form: int,
+    options: dict[str, Any],
+) -> None:
+    members = [(key, end, values[at % len(values)]) for at, (key, end) in enumerate(itertools.product(keys, ends))]
+    members += others
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, "x.tar")
+        with tarfile.open(path, "w", format=form) as archive:
+            for key, end, value in members:
+                body = VALUES.get(end, [b"", b"1", b"22"])[value]
+                info = tarfile.TarInfo(f"{key}.{end}" if end else key)
+                info.size, info.mtime = len(body), value + 0.5 if form == tarfile.PAX_FORMAT else value
+                archive.addfile(info, io.BytesIO(body))
+
+        def read() -> Any:
+            try:
+                source = TarFile(
+                    SourceFile(path, path.stat().st_size, MemoryRanges(path.read_bytes()), in_order=True),
+                    SourceOptions(**options),
+                )
+                blocks = list(source.blocks())
+            except (BadObject, UsageError) as error:
+                return str(error)
+            rows = [
+                [np.asarray(column[at]).tobytes() for column in block.columns.values()]
+                for block in blocks
+                for at in range(len(block))
+            ]
+            return source.schema, source.samples, source.skipped, source.places, rows
+
+        together = read()
+        patch.setattr(TarFile, "_plan", lambda *_: None)
+        patch.setattr(tar, "_plain_header", lambda _: None)
+        assert read() == together
+        patch.undo()
+        patch.setattr(tar, "MAX_MEMBERS", 3)
+        assert read() == together

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable
 from cachetool.stores import Object, open_store
-from cachetool.stores.local import open_local_store
+from cachetool.stores.local import LocalStore, open_local_store
 
 
 def listed(folder: Path) -> tuple[set[str], dict[str, int]]:
@@ -167,16 +167,59 @@ def test_a_folder_that_cannot_be_read_is_named_by_its_path(
 ) -> None:
     refused = tmp_path / folder
     refused.mkdir(exist_ok=True)
-    scandir = os.scandir
+    open_file = os.open
 
-    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+    def refuse(path: str, flags: int) -> int:
         if Path(path) == refused:
             raise PermissionError
-        return scandir(path)
+        return open_file(path, flags)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(AccessDenied, match=rf"^folder '{refused}' cannot be read: permission denied$"):
         list(open_local_store(tmp_path).list())
+
+
+def test_files_are_listed_in_the_order_of_the_bytes_of_their_keys_and_after_any_key(tmp_path: Path) -> None:
+    names = [
+        b"a/x",
+        b"a.x",
+        b"a-x",
+        b"a0",
+        b"a/b/c",
+        b"a/b.c",
+        b"b/\xff",
+        b"b/\xc3\xa9",
+        b"b/\xf0\x9f\x98\x80",
+        b"c/.h",
+        b"z",
+    ]
+    for name in names:
+        path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    wanted = sorted(name for name in names if name != b"c/.h")
+    store = LocalStore(str(tmp_path))
+
+    def keys(after: str | None) -> list[bytes]:
+        return [os.fsencode(item.key) for page in store.list_after(after) for item in page]
+
+    assert keys(None) == [os.fsencode(item.key) for page in store.list() for item in page] == wanted
+    for after in (b"a", b"a/a", b"a/b", b"b/", b"zz", *wanted):
+        assert keys(os.fsdecode(after)) == [name for name in wanted if name > after]
+
+
+def test_a_folder_that_is_removed_during_the_walk_does_not_end_it(tmp_path: Path) -> None:
+    for name in ("a/0", "b/0", "c/0"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"")
+    for number in range(1500):
+        (tmp_path / "a" / f"{number:04d}").write_bytes(b"")
+    pages = LocalStore(str(tmp_path)).list()
+    first = next(pages)
+    shutil.rmtree(tmp_path / "b")
+
+    assert [item.key for page in pages for item in page][-1] == "c/0"
+    assert len(first) >= 1000
 
 
 def test_names_that_are_not_utf8_are_read_back(tmp_path: Path) -> None:
