@@ -74,7 +74,15 @@ class NpyFolder:
     suffix = ".npydir"
     compressions: tuple[str, ...] = ()
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
         """Return the upper bound of the bytes on disk: all files in whole blocks, and the folder."""
         files = len(array_plans(schema)) + 2
         data = allocated_bound(_total(schema, samples, nbytes) + 256 * files, disk_block)
@@ -141,7 +149,7 @@ class _Writer(ColumnarWriter):
                 file.finish()
             finally:
                 file.close()
-            places[plan.name] = f"{self.path.name}/{_file(plan)}", start.tell()
+            places[plan.name] = Place(f"{self.path.name}/{_file(plan)}", start.tell())
         write_durably(self.path / ABOUT, json.dumps(header(self.schema, self.samples)).encode())
         fsync_folder(self.path)
         return {plan.name: places[plan.name] for plan in self.plans if plan.role == "values" and not plan.is_index}

@@ -15,7 +15,7 @@ from cachetool.conversion.inputs import described, open_input
 from cachetool.core.block import Block
 from cachetool.core.errors import NotFound, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.formats import get_format
+from cachetool.formats.compression import compressed
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.folders import remove_path
 from cachetool.sources.options import SourceOptions
@@ -109,9 +109,9 @@ def deleted(folder: Path) -> Iterator[Path]:
             remove_path(folder)
 
 
-def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
+def fill(cache: CacheDir, name: str, block: Block, shards: int, *, compression: str | None = None) -> None:
     """Commit the block as ``shards`` shards of a format."""
-    kind = get_format(name)
+    kind = compressed(name, compression)
     cache.declare("default", block.schema)
     for rows in np.array_split(np.arange(block.samples), min(shards, block.samples)):
         part = block.slice(int(rows[0]), int(rows[-1]) + 1)

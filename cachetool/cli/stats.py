@@ -164,6 +164,12 @@ def _print_fill(out: Output, figures: dict[str, Any]) -> None:
     out.line(
         f"{count(figures['evicted'], 'shard')} evicted so far, {format_size(figures['free_disk'])} of disk free{floor}"
     )
+    values, nbytes = (sum(dataset[name] for dataset in figures["datasets"]) for name in ("payload", "bytes"))
+    # Below, no shard is compressed, or it does not pay.
+    if nbytes and values >= 1.05 * nbytes:
+        ratio = values / nbytes
+        held = format_size(int(ratio * figures["max_size"]))
+        out.line(f"{format_size(values)} of values, {ratio:.1f} times what they take; the cap holds about {held}")
 
 
 def _print_charged(out: Output, charged: Mapping[str, int]) -> None:

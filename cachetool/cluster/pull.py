@@ -377,6 +377,7 @@ class _Pull:
             parts=(),
             samples=None,
             shared=None,
+            probed=None,
         )
 
         def heard(_: int, message: Message) -> None:

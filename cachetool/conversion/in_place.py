@@ -15,7 +15,7 @@ to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +29,7 @@ from cachetool.cache.catalog import Row
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
+from cachetool.cache.snapshots import take, visible
 from cachetool.conversion.groups import Piece, Swap, cuts, groups, is_exact, origin_of, way_out
 from cachetool.core.block import Block
 from cachetool.core.errors import CapBlocked, CapTooSmall, CatalogError, CorruptError
@@ -36,6 +37,7 @@ from cachetool.core.progress import Progress, Report
 from cachetool.core.ranges import pairs
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
+from cachetool.formats.compression import PROBED, chosen, compressed, compression_of
 from cachetool.formats.shard import ShardFiles, check_content, check_samples, open_shard, shard_bound, verify_file
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Channel, Message, Task
@@ -50,17 +52,19 @@ def replace_shards(
     *,
     kind: Format,
     most: int | None,
-    compression: str | None,
+    again: bool,
+    probe: bool,
     workers: int,
     verify: bool,
     wait: float,
     report: Report,
 ) -> list[Shard]:
     """Replace the shards of a dataset that have another format than ``kind``, or another size than ``most`` bytes of
-    values.
-    Return the new shards. With ``compression`` shards that have the format already are replaced too. Raises
-    :class:`CapTooSmall` or :class:`CapBlocked` when there is no space for one more group, and :class:`CorruptError`,
-    naming the shard, when its bytes are not those that were written.
+    values. With ``again`` shards that have the format already are replaced too. With ``probe`` the first samples decide
+    whether the new shards are compressed.
+
+    Return the new shards. Raises :class:`CapTooSmall` or :class:`CapBlocked` when there is no space for one more group,
+    and :class:`CorruptError`, naming the shard, when its bytes are not those that were written.
     """
     # Opening the holder applies a new cap (--max-size) before anything is reserved.
     _ = cache.holder
@@ -70,7 +74,11 @@ def replace_shards(
         # be merged again.
         most = max(1, most // size) * size
     shards, origins = _shards(cache, dataset), _origins(cache)
-    todo = _groups(shards, origins, kind, most, compression)
+    if probe and shards:
+        old = next(iter(shards.values()))
+        with open_shard(old.path, get_format(old.format), old.schema, digest=old.digest) as reader:
+            kind = chosen(kind, [reader.read(0, min(old.samples, PROBED))])
+    todo = _groups(shards, origins, kind, most, again)
     total = sum(shards[id].samples for group in todo for id in group)
     done = moved = 0
 
@@ -91,7 +99,7 @@ def replace_shards(
                 "groups": todo[first::count],
                 "to": kind.name,
                 "most": most,
-                "compression": compression,
+                "compression": compression_of(kind),
                 "verify": verify,
                 "wait": wait,
             },
@@ -104,7 +112,7 @@ def replace_shards(
         """Return the swaps that remain when some shards are gone."""
         shards, origins = _shards(cache, dataset), _origins(cache)
         left = {id: shard for id, shard in shards.items() if id not in without}
-        for ids in (todo := [tuple(ids) for ids in _groups(left, origins, kind, most, compression)]):
+        for ids in (todo := [tuple(ids) for ids in _groups(left, origins, kind, most, again)]):
             if ids not in swaps:
                 # Kept in ``swaps``: the bisection in way_out asks for the same groups many times, and sizes of ragged
                 # samples are read from disk.
@@ -144,12 +152,12 @@ def replace_groups(
     new_ids: list[str] = []
     with CacheDir(Path(root)) as cache:
         for ids in groups:
-            here = _shards(cache, dataset)
+            here = _shards(cache, dataset, ids)
             if not here.keys() >= set(ids):
                 # Another process evicted a shard since the groups were planned.
                 continue
-            swap = _Swap(cache, [here[id] for id in ids], get_format(to), most)
-            new = swap.run(compression=compression, verify=verify, wait=wait)
+            swap = _Swap(cache, [here[id] for id in ids], compressed(to, compression), most)
+            new = swap.run(verify=verify, wait=wait)
             if new:
                 new_ids += new
                 channel.send({"samples": swap.samples, "bytes": sum(old.payload for old in swap.olds)})
@@ -164,23 +172,23 @@ class _Swap:
         self.olds, self._ids = olds, [old.id for old in olds]
         self.samples = sum(old.samples for old in olds)
 
-    def run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
+    def run(self, *, verify: bool, wait: float) -> list[str]:
         """Reserve, write and commit. Return the ids of the new shards.
 
         Return none when another process evicted or converted a shard of the group meanwhile. The written files are then
         given up.
         """
         try:
-            return self._run(compression=compression, verify=verify, wait=wait)
+            return self._run(verify=verify, wait=wait)
         # These errors are expected if a shard of the group was evicted between two looks at the catalog: while sizes
         # were read, or at the commit. If the whole group still exists, the error is real.
         except (CatalogError, CorruptError, FileNotFoundError):
-            if _origins(self._cache).keys() >= set(self._ids):
+            if _origins(self._cache, self._ids).keys() >= set(self._ids):
                 raise
             return []
 
-    def _run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
-        cache, kind, origins = self._cache, self._kind, _origins(self._cache)
+    def _run(self, *, verify: bool, wait: float) -> list[str]:
+        cache, kind, origins = self._cache, self._kind, _origins(self._cache, self._ids)
         if not origins.keys() >= set(self._ids):
             return []
         first = self.olds[0]
@@ -199,12 +207,17 @@ class _Swap:
                 stack.enter_context(staging)
             # The lease is taken only now: held while waiting for space, it would keep the very shards whose deletion
             # makes space.
-            snapshot = stack.enter_context(cache.snapshot(dataset=first.dataset, peek=True))
-            if not {old.id for old in self.olds} <= {shard.id for shard in snapshot.shards}:
+            # Not by cache.snapshot(), which first looks for dead processes, as the reservation has just done.
+            snapshot = stack.enter_context(
+                take(
+                    cache.catalog, cache.layout, cache.holder, dataset=first.dataset, schema=first.schema, peek=True
+                )
+            )  # fmt: skip
+            if not snapshot.has(self._ids):
                 return []
             blocks, parts = _Blocks(self._read()), []
             for staging, (start, stop, nbytes) in zip(stagings, ranges, strict=True):
-                facts = self._write(staging, blocks, start, stop, nbytes, compression=compression, verify=verify)
+                facts = self._write(staging, blocks, start, stop, nbytes, verify=verify)
                 parts.append((staging, facts, origin_of(origins, self._ids, start, stop, self.samples)))
             # New shards appear and old ones retire in one transaction, so no snapshot sees a sample twice or not at
             # all.
@@ -255,14 +268,9 @@ class _Swap:
             except CorruptError as error:
                 raise _left(old, error) from error
 
-    def _write(
-        self, staging: Staging, blocks: _Blocks, start: int, stop: int, nbytes: int, *, compression: str | None,
-        verify: bool,
-    ) -> Facts:  # fmt: skip
+    def _write(self, staging: Staging, blocks: _Blocks, start: int, stop: int, nbytes: int, *, verify: bool) -> Facts:
         schema = self.olds[0].schema
-        files = ShardFiles(
-            staging.path, self._kind, schema, samples=stop - start, nbytes=nbytes, compression=compression
-        )
+        files = ShardFiles(staging.path, self._kind, schema, samples=stop - start, nbytes=nbytes)
         runs, at = [], 0
         try:
             for run in blocks.take(stop - start):
@@ -331,13 +339,14 @@ class _Blocks:
             yield run.part(0, fit)
 
 
-def _shards(cache: CacheDir, dataset: str) -> dict[str, Shard]:
-    """Return the shards of a dataset by id, in the order of commits."""
-    return {shard.id: shard for shard in cache.shards(dataset)}
+def _shards(cache: CacheDir, dataset: str, ids: Sequence[str] | None = None) -> dict[str, Shard]:
+    """Return all shards of a dataset, or those of ``ids``, by id, in the order of commits."""
+    with cache.catalog.read() as connection:
+        return {shard.id: shard for shard in visible(connection, cache.layout, dataset, None, ids=ids)}
 
 
 def _groups(
-    shards: dict[str, Shard], origins: dict[str, Origin], kind: Format, most: int | None, compression: str | None
+    shards: dict[str, Shard], origins: dict[str, Origin], kind: Format, most: int | None, again: bool
 ) -> list[list[str]]:
     """Return the groups of ``shards`` that are replaced together."""
     pieces = [
@@ -347,7 +356,7 @@ def _groups(
             payload=shard.payload,
             origin=(origins[shard.id].source, origins[shard.id].part, origins[shard.id].pass_number),
             exact=is_exact(origins[shard.id], shard.samples),
-            done=shard.format == kind.name and compression is None,
+            done=shard.format == kind.name and not again,
         )
         for shard in shards.values()
         # A shard without origin was evicted between the two readings of the catalog.
@@ -356,11 +365,14 @@ def _groups(
     return groups(pieces, most)
 
 
-def _origins(cache: CacheDir) -> dict[str, Origin]:
-    """Return the origin of the samples of all ready shards, by id."""
+def _origins(cache: CacheDir, ids: Sequence[str] | None = None) -> dict[str, Origin]:
+    """Return the origin of the samples of all ready shards, or of those of ``ids``, by id."""
+    # All rows take 2 ms for 1,000 shards. Read for each group, they were most of the time of a conversion.
+    some = "" if ids is None else " AND s.id IN (SELECT value FROM json_each(?))"
     rows = cache.catalog.rows(
         "SELECT s.id, s.source, s.part, s.pass_number, s.draws, o.url"
-        " FROM shards s LEFT JOIN sources o ON o.id = s.source WHERE s.state = 'ready'"
+        f" FROM shards s LEFT JOIN sources o ON o.id = s.source WHERE +s.state = 'ready'{some}",
+        () if ids is None else (json.dumps(list(ids)),),
     )
     return {row["id"]: _origin(row) for row in rows}
 

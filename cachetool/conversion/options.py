@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cachetool.core.errors import UsageError
 from cachetool.core.options import OnError, Option, RoomWait, Workers, declared
 from cachetool.core.progress import Report, silent
-from cachetool.core.text import shown
-from cachetool.core.units import is_one_of, parse_size, parse_text
-from cachetool.pull.options import ShardSize
+from cachetool.core.units import parse_size, parse_text
+from cachetool.pull.options import Compression, ShardSize
 from cachetool.sources.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -21,13 +20,6 @@ __all__ = ["DEFAULT_PART", "ConvertCall", "ConvertOptions"]
 
 DEFAULT_PART = 64 * 10**6
 """Bytes of values in a file, unless ``--shard-size`` says otherwise."""
-
-
-def _compression(value: object, *, what: str) -> str:
-    """Return the name of a compression. Raises :class:`UsageError` for anything but text."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what} {shown(value)} cannot be used; it must be the name of a compression")
-    return value
 
 
 def _folder(value: Any, *, what: str) -> Path:
@@ -50,10 +42,7 @@ class ConvertOptions(SourceOptions):
     to: Annotated[str, Option("Format of the new shards: lmdb, hdf5, zarr or tfrecord.", "FORMAT", parse_text)]
     dataset: Annotated[str | None, Option("Convert only this dataset of the cache.", "NAME", parse_text)] = None
     shard_size: ShardSize = None
-    compression: Annotated[
-        str | None,
-        Option("Compression: gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord).", "NAME", _compression),
-    ] = None
+    compression: Compression = None
     workers: Workers = 2
     verify: Annotated[bool, Option("Read every new shard with the library of its format and compare checksums.")] = (
         False
@@ -63,18 +52,29 @@ class ConvertOptions(SourceOptions):
 
     def _check(self) -> None:
         super()._check()
-        kind = self.kind
         # The options check themselves, so a wrong name ends the command before a cache is opened or a source is listed.
-        if not is_one_of(self.compression, (None, *kind.compressions)):
-            have = f"choose one of {', '.join(kind.compressions)}" if kind.compressions else "choose another format"
-            raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
+        _ = self.kind
 
     @property
     def kind(self) -> Format:
-        """Return the target format."""
-        from cachetool.formats import get_format
+        """Return the target format. It does not compress if the first samples decide; see :attr:`probes`."""
+        from cachetool.formats.compression import AUTO, compressed
 
-        return get_format(self.to)
+        name = self._compression()
+        return compressed(self.to, None if name == AUTO else name)
+
+    @property
+    def probes(self) -> bool:
+        """Return True if the first samples decide whether the new shards are compressed."""
+        from cachetool.formats.compression import AUTO
+
+        return self._compression() == AUTO
+
+    def _compression(self) -> str | None:
+        from cachetool.formats import get_format
+        from cachetool.formats.compression import check_compression
+
+        return check_compression(get_format(self.to), self.compression)
 
     @property
     def source(self) -> SourceOptions:

@@ -28,8 +28,8 @@ from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, CacheToolError, UsageError, from_json, to_json
 from cachetool.core.names import Name
 from cachetool.core.progress import Progress, Report
-from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
+from cachetool.formats.compression import PROBED, chosen, compressed, compression_of
 from cachetool.formats.digest import digest_of
 from cachetool.formats.exported import DATASET_FILE, LAYOUT, SIDE_FOLDER
 from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
@@ -78,7 +78,7 @@ def export(
     *,
     kind: Format,
     part_bytes: int,
-    compression: str | None,
+    probe: bool,
     workers: int,
     verify: bool,
     report: Report,
@@ -86,14 +86,18 @@ def export(
 ) -> tuple[list[Message], str, Survey]:
     """Write the input that ``description`` opens into the new folder ``out``.
 
-    Return its parts, the content digest and the facts about the input. ``engine``: where the parts are written; None:
-    in processes here. An interrupted run is continued: parts that are complete stay. Raises :class:`UsageError` when
-    ``out`` exists or another process is writing it.
+    Return its parts, the content digest and the facts about the input. ``probe``: the first samples decide whether the
+    parts are compressed. ``engine``: where the parts are written; None: in processes here. An interrupted run is
+    continued: parts that are complete stay. Raises :class:`UsageError` when ``out`` exists or somebody is writing
+    it.
     """
     require_new(out)
     contents = survey(description, part_bytes)
     schema, samples, cuts = contents.schema, contents.samples, contents.runs
-    plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
+    if probe:
+        with closing(open_input(description)) as source:
+            kind = chosen(kind, source.blocks(0, min(samples, PROBED)))
+    plan = {"input": identity(description), "to": kind.name, "compression": compression_of(kind), "runs": cuts}
     if description.get("skip_bad"):
         plan["on_error"] = "skip"
     names = [_name(number, kind) for number in range(len(cuts))]
@@ -119,7 +123,7 @@ def export(
             "folder": str(work.path.absolute()),
             "token": work.token,
             "to": kind.name,
-            "compression": compression,
+            "compression": compression_of(kind),
             "verify": verify,
         }
         call = "cachetool.conversion.to_files:write_parts"
@@ -141,7 +145,7 @@ def export(
         about = {
             "layout": LAYOUT,
             "format": kind.name,
-            "compression": compression,
+            "compression": compression_of(kind),
             "schema": schema.to_json(),
             "samples": sum(part["samples"] for part in parts),
             "content": digest,
@@ -185,7 +189,7 @@ def write_parts(
 
     Return ``{"parts": [...]}``, the records of the parts on disk.
     """
-    work, kind, parts, unused = _joined(Path(folder), token, description), get_format(to), [], 0
+    work, kind, parts, unused = _joined(Path(folder), token, description), compressed(to, compression), [], 0
     with closing(work), _as_named(work), closing(open_input(description)) as source:
         where = work.inside
         for number, start, stop in todo:
@@ -196,7 +200,7 @@ def write_parts(
                 continue
             _remove_part(where, name)
             path = where / _MADE / name
-            written = _write(source, path, kind, start, stop, compression, channel)
+            written = _write(source, path, kind, start, stop, channel)
             left_out = source.left_out()
             unused += len(left_out)
             _refuse_too_many(unused, source.samples, left_out)
@@ -275,12 +279,10 @@ def _as_named(work: WorkFolder) -> Iterator[None]:
         raise from_json(error_json | {"message": error_json["message"].replace(inside, path)}) from error
 
 
-def _write(
-    source: Input, path: Path, kind: Format, start: int, stop: int, compression: str | None, channel: Channel
-) -> Written:
+def _write(source: Input, path: Path, kind: Format, start: int, stop: int, channel: Channel) -> Written:
     """Write one part and return the result of its writer."""
     blocks, nbytes = sized(source, start, stop)
-    file = PlainFile(path, kind, source.schema, samples=stop - start, nbytes=nbytes, compression=compression)
+    file = PlainFile(path, kind, source.schema, samples=stop - start, nbytes=nbytes)
     try:
         for block in blocks:
             file.write(block)

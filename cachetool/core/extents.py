@@ -1,8 +1,8 @@
 """Extents: the place of each sample's field in the files of a shard, and the checksum of its bytes.
 
-Each uncompressed shard has one ``extents.bin``, little-endian, which processes map into memory and share::
+Each shard has one ``extents.bin``, little-endian, which processes map into memory and share::
 
-    "CTEXT001" | u64 length of the header | header, JSON | padding to 64 | array | padding to 64 | array | ...
+    "CTEXT002" | u64 length of the header | header, JSON | padding to 64 | array | padding to 64 | array | ...
 
 The header names the files, the number of samples, and the dtype, shape and position of each array. So a reader touches
 only the columns that it needs. Each field has one of:
@@ -11,7 +11,9 @@ only the columns that it needs. Each field has one of:
 - for a constant stride: ``start`` and ``stride``, two numbers for any number of samples;
 - for all others: ``offsets`` (samples,), and ``sizes`` (samples,) in bytes if the sizes differ.
 
-Ragged fields also have ``shapes`` (samples, rank). ``checksums`` is (fields, samples) uint64: xxh3-64 of a field's
+Ragged fields also have ``shapes`` (samples, rank). In a compressed shard these positions are those of the values before
+compression, and the field has ``frames`` (:class:`Frames`): the pieces in which the values are compressed.
+``checksums`` is (fields, samples) uint64: xxh3-64 of a field's
 value in its canonical encoding (see :func:`cachetool.formats.digest.checksums`).
 """
 
@@ -20,8 +22,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,16 +32,67 @@ import numpy.typing as npt
 from cachetool.core.errors import CorruptError
 from cachetool.core.schema import Field, Schema, storage_dtype
 
-__all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
+__all__ = ["CODECS", "EXTENTS_FILE", "Extents", "FieldExtents", "Frames"]
 
 EXTENTS_FILE = "extents.bin"
 """Name of the extents file, which lies beside the data files of a shard."""
-_MAGIC = b"CTEXT001"
+CODECS = ("blosc", "zstd", "zlib", "deflate")
+"""Forms of a compressed frame: a blosc chunk, a zstd frame, a zlib stream, or blocks of deflate."""
+_MAGIC = b"CTEXT002"
 # Every array begins at a multiple of 64 bytes, so a view of the mapped file is aligned for each dtype.
 _ALIGN = 64
 # Largest position in a file that is accepted. Below 2**62 the sum of a position and a size cannot wrap around in int64.
 _FARTHEST = 2**62
+# Most bytes of a frame before compression. The largest that is written has the size of one sample.
+_MOST_FRAME = 2**31
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The compressed pieces of a field's values. Each is decoded alone.
+
+    Before compression the values of a field lie end to end, and are cut into frames. All frames but those of ``starts``
+    have the same size, the last one too: it is filled up with zeros.
+
+    Args:
+        codec: One of :data:`CODECS`.
+        offsets: Position of each frame in its file, int64, (frames,).
+        sizes: Compressed bytes of each frame, int64, (frames,).
+        nbytes: Bytes of each frame before compression; unused with ``starts``. Default: 0.
+        shuffle: Bytes of an item if the first bytes of all items of a frame come first, then their second bytes, and so
+            on. Default: 1, the bytes are in order.
+        starts: Position of each frame before compression, and behind them the end: int64, (frames + 1,). Default: None,
+            all frames have ``nbytes``.
+
+    Example:
+        >>> import numpy as np
+        >>> Frames("zstd", np.array([0, 90]), np.array([90, 80]), nbytes=4096).total
+        8192
+    """
+
+    codec: str
+    """One of :data:`CODECS`."""
+    offsets: Int64s
+    """Position of each frame in its file, (frames,)."""
+    sizes: Int64s
+    """Compressed bytes of each frame, (frames,)."""
+    nbytes: int = 0
+    """Bytes of each frame before compression; unused with :attr:`starts`."""
+    shuffle: int = 1
+    """Bytes of an item whose bytes were regrouped; 1 if the bytes are in order."""
+    starts: Int64s | None = None
+    """Position of each frame before compression, and the end, (frames + 1,); None if all frames have :attr:`nbytes`."""
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all frames before compression."""
+        return self.nbytes * len(self.sizes) if self.starts is None else int(self.starts[-1])
+
+    def copy(self) -> Frames:
+        """Return the same frames in memory of their own."""
+        starts = None if self.starts is None else self.starts.copy()
+        return replace(self, offsets=self.offsets.copy(), sizes=self.sizes.copy(), starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +109,8 @@ class FieldExtents:
         shapes: Shape of the array of each sample, int64, (samples, rank), for a ragged field. Default: None.
         column: The values themselves, (samples,), for a scalar field; the other arguments are then unused. Default:
             None.
+        frames: Compressed pieces of the values; positions are then those before compression. Default: None, the values
+            are not compressed.
 
     Example:
         >>> import numpy as np
@@ -79,6 +134,8 @@ class FieldExtents:
     """Shape of the array of each sample, (samples, rank), for a ragged field; otherwise None."""
     column: npt.NDArray[Any] | None = None
     """The values themselves, (samples,), for a scalar field, which does not use the numbers above; otherwise None."""
+    frames: Frames | None = None
+    """Compressed pieces of the values, to which the positions above then refer; None for uncompressed values."""
 
     def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         """Return the positions and sizes of samples in the file.
@@ -128,11 +185,16 @@ class Extents:
         arrays: list[npt.NDArray[Any]] = []
         table: list[dict[str, Any]] = []
         position = 0
+        numbers: dict[int, int] = {}
 
         def add(array: npt.NDArray[Any] | None) -> int | None:
             nonlocal position
             if array is None:
                 return None
+            # Fields of one record share their frames, which are then written once.
+            if id(array) in numbers:
+                return numbers[id(array)]
+            numbers[id(array)] = len(arrays)
             little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
             arrays.append(little)
             table.append({"dtype": little.dtype.str, "shape": list(array.shape), "at": position})
@@ -150,6 +212,16 @@ class Extents:
                 "sizes": add(f.sizes),
                 "shapes": add(f.shapes),
                 "column": add(f.column),
+                "frames": None
+                if (frames := f.frames) is None
+                else {
+                    "codec": frames.codec,
+                    "shuffle": frames.shuffle,
+                    "nbytes": frames.nbytes,
+                    "offsets": add(frames.offsets),
+                    "sizes": add(frames.sizes),
+                    "starts": add(frames.starts),
+                },
             }
             for name, f in self.fields.items()
         ]
@@ -213,10 +285,10 @@ class Extents:
             values = np.frombuffer(view, dtype=dtype, count=count, offset=base + at)
             return values if len(shape) == 1 else values.reshape(shape)
 
-        fields = {
-            name: FieldExtents(*numbers, *map(array, arrays))
-            for name, (numbers, arrays) in zip(schema.names, header.fields, strict=True)
-        }
+        fields = {}
+        for name, (numbers, arrays, packed) in zip(schema.names, header.fields, strict=True):
+            offsets, sizes, shapes, column = map(array, arrays)
+            fields[name] = FieldExtents(*numbers, offsets, sizes, shapes, column, _frames(packed, array))
         checksums = array(header.checksums)
         assert checksums is not None
         return cls(header.samples, header.files, fields, checksums)
@@ -226,14 +298,31 @@ _Array = tuple[np.dtype[Any], int, tuple[int, ...], int]
 """One array of an extents file: the dtype of its values, their number, its shape, its position in bytes."""
 
 
+class _Packed(NamedTuple):
+    """The checked description of the frames of a field."""
+
+    codec: str
+    shuffle: int
+    nbytes: int
+    arrays: tuple[_Array | None, ...]
+    """Offsets, sizes and starts of the frames."""
+
+
+def _frames(packed: _Packed | None, array: Callable[[_Array | None], Any]) -> Frames | None:
+    if packed is None:
+        return None
+    offsets, sizes, starts = map(array, packed.arrays)
+    return Frames(packed.codec, offsets, sizes, packed.nbytes, packed.shuffle, starts)
+
+
 class _Header(NamedTuple):
     """The checked content of a header."""
 
     schema: Schema
     samples: int
     files: tuple[str, ...]
-    fields: list[tuple[tuple[int, int, int, int], list[_Array | None]]]
-    """Numbers and arrays of each field: file, start, stride, size of a value; offsets, sizes, shapes, column."""
+    fields: list[tuple[tuple[int, int, int, int], list[_Array | None], _Packed | None]]
+    """File, start, stride and size of a value of each field; offsets, sizes, shapes and column; frames."""
     checksums: _Array
 
 
@@ -281,6 +370,25 @@ def _parsed(text: bytes, schema: Schema) -> _Header:
             raise ValueError(f"array {index} has dtype {entry['dtype']} and lies at {entry['at']}")
         return dtype, math.prod(shape), shape, int(entry["at"])
 
+    def packed(entry: Any, field: Field) -> _Packed:
+        count = int(header["arrays"][entry["sizes"]]["shape"][0])
+        shapes = {"offsets": (count,), "sizes": (count,), "starts": (count + 1,)}
+        out = _Packed(
+            str(entry["codec"]),
+            int(entry["shuffle"]),
+            int(entry["nbytes"]),
+            tuple(array(entry[name], shape) for name, shape in shapes.items()),
+        )
+        int64s = all(one[0] == np.int64 for one in out.arrays if one is not None)
+        good = int64s and out.arrays[0] is not None and out.codec in CODECS and not field.is_scalar
+        # A frame is decoded into memory of this size, so a size without limit could ask for any amount.
+        if not good or not 0 <= out.nbytes <= _MOST_FRAME or not 1 <= out.shuffle <= 64:
+            raise ValueError(f"not frames of field {field.name!r}")
+        # Without starts each frame has nbytes, which is a divisor.
+        if out.arrays[2] is None and not out.nbytes % out.shuffle == 0 < out.nbytes:
+            raise ValueError(f"frames of {out.nbytes} bytes in field {field.name!r}")
+        return out
+
     fields = []
     for entry, field in zip(header["fields"], schema, strict=True):
         if entry["name"] != field.name:
@@ -289,7 +397,7 @@ def _parsed(text: bytes, schema: Schema) -> _Header:
         shapes = {"offsets": (samples,), "sizes": (samples,), "shapes": (samples, field.rank), "column": (samples,)}
         arrays = [array(entry[name], shape) for name, shape in shapes.items()]
         _check(numbers, arrays, field, len(header["files"]), samples)
-        fields.append((numbers, arrays))
+        fields.append((numbers, arrays, None if entry["frames"] is None else packed(entry["frames"], field)))
     checksums = array(header["checksums"], (len(schema), samples))
     if checksums is None:
         raise ValueError("no checksums")

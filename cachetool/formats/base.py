@@ -40,7 +40,8 @@ class Written:
     checksums: npt.NDArray[np.uint64]
     """Checksum xxh3-64 of each value, uint64 of shape (fields, samples), fields in schema order."""
     extents: Extents | None
-    """Positions of the values. File names are relative to the folder that holds ``path``. None if compressed."""
+    """Positions of the values. File names are relative to the folder that holds ``path``. None: without extents the
+    loaders read a shard through the library of its format."""
 
 
 class Writer(Protocol):
@@ -172,7 +173,15 @@ class Format(Protocol):
     compressions: tuple[str, ...]
     """Names that ``create(compression=)`` accepts. Empty if the format has no compression."""
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
         """Return an upper bound of the disk space of a shard, at any moment while it is written.
 
         The cache reserves this bound before the first byte is written. The bound counts allocated or apparent bytes,
@@ -183,6 +192,8 @@ class Format(Protocol):
             samples: Largest number of samples.
             nbytes: Largest number of bytes of all values together.
             disk_block: Bytes that the smallest file or folder takes. Larger ones take multiples of it.
+            compression: One of :attr:`compressions`. Values that do not compress take more than without. Default: no
+                compression.
 
         Returns:
             Number of bytes.

@@ -25,9 +25,9 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,9 @@ import numpy.typing as npt
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, CorruptError
-from cachetool.core.extents import FieldExtents
+from cachetool.core.extents import FieldExtents, Frames
 from cachetool.core.schema import Field, Schema
+from cachetool.formats.frames import frame_rows
 from cachetool.formats.reading import check_indices, check_range, field_extents
 from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends
 from cachetool.formats.writing import ShardWriter
@@ -65,8 +66,16 @@ STREAM_BYTES = 2**20
 
 _LAYOUT = 1
 
-Place = tuple[str, int]
-"""A file, relative to the folder of the shard, and the byte position in it where an array begins."""
+
+class Place(NamedTuple):
+    """The place of an array."""
+
+    file: str
+    """Name of a file, relative to the folder of the shard."""
+    start: int = 0
+    """Byte position in the file where the array begins."""
+    frames: Frames | None = None
+    """The compressed pieces of the array, if it is compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +233,7 @@ class ColumnarWriter(ShardWriter):
             if column.size:
                 self._append(plan, column)
 
-    def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]] | None:
+    def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]]:
         fields = self.scalar_extents()
         index: dict[str, npt.NDArray[Any]] = {name: f.column for name, f in fields.items() if f.column is not None}
         for plan in self.plans:
@@ -233,19 +242,21 @@ class ColumnarWriter(ShardWriter):
                 first = np.zeros((int(plan.role == "offsets"), *plan.row), dtype=plan.dtype)
                 index[plan.name] = np.concatenate([first, *self._index[plan.name]])
         places = self._complete(index)
-        if places is None:
-            return None
         # Each file once, in the order of the arrays: the file numbers of the extents must be the same for equal shards.
-        files = tuple(dict.fromkeys(place[0] for place in places.values()))
+        files = tuple(dict.fromkeys(place.file for place in places.values()))
         for plan in self.plans:
             if plan.role == "values" and not plan.is_index:
-                file, start = places[plan.name]
-                fields[plan.name] = _extents(plan, files.index(file), start, index)
+                fields[plan.name] = _extents(plan, places[plan.name], files, index)
         return files, fields
 
     def rows(self, plan: ArrayPlan) -> int:
         """Return the rows of one array, counting the samples written so far."""
         return plan.rows(self.samples, self._values.get(plan.field.name, 0))
+
+    def frame_rows(self, plan: ArrayPlan) -> int:
+        """Return the rows of an array of values in a frame, if the shard is compressed."""
+        mean = 0 if plan.field.kind == "fixed" else self.announced_nbytes // max(1, self.announced_samples)
+        return frame_rows(plan.row_nbytes, mean)
 
     def streamed(self, least: int) -> list[ArrayPlan]:
         """Return the arrays to write as blocks arrive: those of fixed fields that may reach ``least`` bytes."""
@@ -260,19 +271,23 @@ class ColumnarWriter(ShardWriter):
         """Write ``rows``, of at least one byte, behind those of the same array. Keep only copies."""
 
     @abstractmethod
-    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place] | None:
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
         """Write the ``index`` arrays whole and make the files durable.
 
-        Return the place of every array of values except scalars, or None if the shard is compressed.
+        Return the place of every array of values except scalars.
         """
 
 
-def _extents(plan: ArrayPlan, file: int, start: int, index: Mapping[str, npt.NDArray[Any]]) -> FieldExtents:
+def _extents(
+    plan: ArrayPlan, place: Place, files: Sequence[str], index: Mapping[str, npt.NDArray[Any]]
+) -> FieldExtents:
+    file, start, frames = files.index(place.file), place.start, place.frames
     if plan.field.kind == "fixed":
-        return FieldExtents(file=file, start=start, stride=plan.row_nbytes, nbytes=plan.row_nbytes)
+        return FieldExtents(file=file, start=start, stride=plan.row_nbytes, nbytes=plan.row_nbytes, frames=frames)
     offsets = index[f"{plan.name}.offsets"] * plan.dtype.itemsize
     shapes = index.get(f"{plan.name}.shapes")
-    return field_extents(plan.field, file=file, offsets=offsets[:-1] + start, sizes=np.diff(offsets), shapes=shapes)
+    located = field_extents(plan.field, file=file, offsets=offsets[:-1] + start, sizes=np.diff(offsets), shapes=shapes)
+    return replace(located, frames=frames)
 
 
 # Most bytes that are read together, plus one sample: the memory of one read stays bounded.

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import Frames
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
@@ -43,6 +44,7 @@ from cachetool.formats.columnar import (
     parse_header,
 )
 from cachetool.formats.files import BulkFile, allocated_bound
+from cachetool.formats.frames import FRAME_BYTES, framed_overhead
 from cachetool.formats.runs import as_bytes
 from cachetool.proc.disk import DISK_BLOCK
 
@@ -139,16 +141,16 @@ _ALIGN = (64, 1)
 # behind the source modulo 4,096. Smaller arrays are packed, because pages for all arrays cost 30 KB a small shard
 # (docs/explanation/decisions.md).
 _PAGES = (4096, 2**16)
-# A compressed chunk has at least this many bytes, if the array has.
+# Bytes of a compressed chunk of an index, if it has as many. Chunks of values are frames.
 _CHUNK_BYTES = 2**19
 # HDF5 itself ends at chunks of 4 GiB, its filters earlier.
 _MAX_CHUNK = 2**31
 _MAX_RANK = 32
 # Memory for moving an array down in its file.
 _MOVE_BYTES = 8 * 2**20
-# Numbers of deflate, shuffle, fletcher32 and lzf, which h5py has built in. Any other filter would make HDF5 load a
-# plugin, that is, foreign code.
-_FILTERS = {1, 2, 3, 32000}
+# Numbers of deflate and shuffle. A filter that HDF5 does not have built in would make it load a plugin, which is
+# foreign code.
+_FILTERS = {1, 2}
 
 
 class HDF5:
@@ -156,11 +158,19 @@ class HDF5:
 
     name = "hdf5"
     suffix = ".h5"
-    compressions: tuple[str, ...] = ("gzip", "lzf")
+    compressions: tuple[str, ...] = ("gzip",)
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
         """Return an upper bound of the disk space, during and after writing."""
-        return allocated_bound(_size_bound(schema, samples, nbytes), disk_block)
+        return allocated_bound(_size_bound(schema, samples, nbytes, framed=compression is not None), disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
@@ -179,16 +189,18 @@ class HDF5:
             return _Plain(path, schema, samples=samples, nbytes=nbytes)
         if compression not in self.compressions:
             raise UsageError(f"hdf5 has no compression {compression!r}; use one of {', '.join(self.compressions)}")
-        return _Compressed(path, schema, samples=samples, nbytes=nbytes, compression=compression)
+        return _Compressed(path, schema, samples=samples, nbytes=nbytes)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
         """Open the file at ``path``. Raises :class:`CorruptError` naming it."""
         return _Reader.open(path, schema)
 
 
-def _size_bound(schema: Schema, samples: int, nbytes: int) -> int:
-    """Return the most bytes of a file, plain or compressed. The terms were found by counting what HDF5 allocates, plus
-    spare."""
+def _size_bound(schema: Schema, samples: int, nbytes: int, *, framed: bool = False) -> int:
+    """Return the most bytes of a file. The terms were found by counting what HDF5 allocates, plus spare.
+
+    ``framed``: the arrays are compressed.
+    """
     plans = array_plans(schema)
     data = nbytes + sum(plan.rows(samples) * plan.row_nbytes for plan in plans if plan.role != "values")
     total = 16384 + 2 * len(json.dumps(header(schema, samples))) + data + (data >> 9)
@@ -197,7 +209,11 @@ def _size_bound(schema: Schema, samples: int, nbytes: int) -> int:
         # its chunks.
         total += 2048 + 2 * len(plan.name) + _PAGES[0]
         total += 4096 * plan.name.count("/") + 2 * _node_bytes(len(plan.row))
-    return total + data // _CHUNK_BYTES // 16 * _node_bytes(_MAX_RANK)
+    if framed:
+        rank = 1 + max((len(plan.row) for plan in plans), default=0)
+        # Each chunk has an entry in a node of its tree, at least 16 to a node.
+        total += framed_overhead(data, len(plans)) + 2 * data // FRAME_BYTES // 16 * _node_bytes(rank)
+    return total
 
 
 def _node_bytes(rank: int) -> int:
@@ -274,9 +290,12 @@ class _Plain(ColumnarWriter):
         # other bytes is still unknown.
         self._order = sorted(self.plans, key=lambda plan: plan not in self._streamed)
         # Only streamed arrays are laid out now. All others wait in memory until their size is known.
-        most = _skeleton(header(schema, self.capacity), self._streamed, lambda plan: plan.rows(self.capacity))
-        self._starts = most.starts
-        self._next = dict(most.starts)
+        # A small shard has none, and h5py would take 3 ms for nothing.
+        self._starts: dict[str, int] = {}
+        if self._streamed:
+            most = _skeleton(header(schema, self.capacity), self._streamed, lambda plan: plan.rows(self.capacity))
+            self._starts = most.starts
+        self._next = dict(self._starts)
         self._held = Held()
         self._file = BulkFile.create(path, _size_bound(schema, samples, nbytes))
 
@@ -301,7 +320,7 @@ class _Plain(ColumnarWriter):
             self._file.write_at(at, [data])
         # The file ends where HDF5 has its end of file: HDF5 refuses a shorter one.
         self._file.finish(final.size)
-        return {plan.name: (self.path.name, final.starts[plan.name]) for plan in self.plans}
+        return {plan.name: Place(self.path.name, final.starts[plan.name]) for plan in self.plans}
 
     def _move(self, start: int, target: int, nbytes: int) -> None:
         """Move the bytes of an array from where they were written to their final place."""
@@ -327,12 +346,11 @@ class _Plain(ColumnarWriter):
 class _Compressed(ColumnarWriter):
     """A writer of chunked datasets, which the library compresses and writes."""
 
-    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str) -> None:
+    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
-        self._compression = compression
-        self._steps = {p.name: Steps(-(-_CHUNK_BYTES // p.row_nbytes)) for p in self.plans if p.row_nbytes}
+        self._steps = {p.name: Steps(self._chunk_rows(p)) for p in self.plans if p.row_nbytes}
         # HDF5 writes into a preallocated file, so it cannot meet a full disk, whose error it could not survive.
-        self._bulk = BulkFile.create(path, _size_bound(schema, samples, nbytes))
+        self._bulk = BulkFile.create(path, _size_bound(schema, samples, nbytes, framed=True))
         self._record = Recorder(
             lambda at, data: self._bulk.write_at(at, [data]), lambda at, count: os.pread(self._bulk.fd, count, at)
         )
@@ -342,11 +360,14 @@ class _Compressed(ColumnarWriter):
             self._bulk.close()
             raise
 
+    def _chunk_rows(self, plan: ArrayPlan) -> int:
+        return -(-_CHUNK_BYTES // plan.row_nbytes) if plan.is_index else self.frame_rows(plan)
+
     def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
         if (ready := self._steps[plan.name].push(rows)) is not None:
             self._write(plan, ready)
 
-    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
         for plan in self.plans:
             if plan.is_index:
                 self._append(plan, index[plan.name])
@@ -358,9 +379,33 @@ class _Compressed(ColumnarWriter):
                 self._file.create_dataset(plan.name, (self.rows(plan), *plan.row), _stored(plan.dtype))
             _mark_time(self._file, plan)
         self._file.attrs[ATTRIBUTE] = json.dumps(header(self.schema, self.samples))
+        # Chunks have no place in the file before they are written.
+        self._file.flush()
+        self._record.check()
+        places = {plan.name: self._place(plan) for plan in self.plans if plan.role == "values" and not plan.is_index}
         self._file.close()
         self._record.check()
         self._bulk.finish(self._record.size)
+        return places
+
+    def _place(self, plan: ArrayPlan) -> Place:
+        """Return the places of the chunks of an array."""
+        dataset = self._file[plan.name]
+        if dataset.chunks is None:
+            return Place(self.path.name)
+        chunks: list[tuple[int, int, int, int]] = []
+        # One walk through the tree: asking for one chunk after another takes a walk each.
+        dataset.id.chunk_iter(
+            lambda info: chunks.append((info.chunk_offset[0], info.byte_offset, info.size, info.filter_mask))
+        )
+        # The tree is in the order of the rows already, but HDF5 does not promise that.
+        table = np.array(sorted(chunks), dtype=np.int64).reshape(-1, 4)
+        # HDF5 leaves out deflate for a chunk that becomes larger by a thousandth and 12 bytes. That never happens: what
+        # zlib cannot compress takes 5 bytes more for each 16 KiB, and 6.
+        assert not table[:, 3].any(), "HDF5 wrote a chunk without compression"
+        nbytes = dataset.chunks[0] * plan.row_nbytes
+        frames = Frames("zlib", table[:, 1].copy(), table[:, 2].copy(), nbytes, plan.dtype.itemsize)
+        return Place(self.path.name, 0, frames)
 
     def _write(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
         rows = rows.view(_stored(plan.dtype))
@@ -375,7 +420,7 @@ class _Compressed(ColumnarWriter):
                 # The number of rows is unknown at the beginning, so the dataset grows.
                 maxshape=(None, *plan.row),
                 chunks=(min(self._steps[plan.name].step, len(rows)), *plan.row),
-                compression=self._compression,
+                compression="gzip",
                 shuffle=True,
             )
         dataset[len(dataset) - len(rows) :] = rows

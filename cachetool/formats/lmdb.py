@@ -167,7 +167,15 @@ class LMDB:
     suffix = ".lmdb"
     compressions: tuple[str, ...] = ()
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
         """Return an upper bound of the disk space; see :func:`file_bound`."""
         return allocated_bound(file_bound(schema, samples, nbytes), disk_block)
 

@@ -1,4 +1,4 @@
-"""Extents on disk, and a reader of uncompressed shards of every format that needs nothing but the extents.
+"""Extents on disk, and a reader of shards of every format that needs nothing but the extents.
 
 This reader is the plain form, a :class:`~cachetool.formats.base.Reader` for conversion, verification and tests. The
 loaders' gather engine uses the same :class:`~cachetool.core.extents.Extents`.
@@ -18,7 +18,8 @@ from cachetool.core.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file, missing_is_corrupt, refuse_links, write_durably
-from cachetool.formats.runs import Bytes, Int64s, copy_rows, copy_runs, ends, inside
+from cachetool.formats.frames import FRAME_BYTES, Scratch, check_frames, read_frames
+from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 
 __all__ = [
     "ExtentsReader",
@@ -32,13 +33,18 @@ __all__ = [
 ]
 
 
-def extents_bound(schema: Schema, samples: int) -> int:
-    """Return an upper bound, in bytes, of the size of ``extents.bin`` of a shard of at most ``samples`` samples."""
+def extents_bound(schema: Schema, samples: int, *, framed: int = 0) -> int:
+    """Return an upper bound, in bytes, of the size of ``extents.bin`` of a shard of at most ``samples`` samples.
+
+    ``framed``: bytes of the values that are compressed in frames.
+    """
     sample_bytes = sum(8 + (f.numpy.itemsize if f.is_scalar else 16 + 8 * f.rank) for f in schema)
     # The header's JSON has about 150 characters of text and numbers for each field and 60 for each array. A character
     # of a name may take 6 bytes when JSON escapes it.
     header = 4096 + sum(1024 + 6 * len(f.name) for f in schema)
-    return samples * sample_bytes + header
+    # Position, size and start of each frame. Rows of half a frame and a bit more make the most frames.
+    frames = 24 * (2 * framed // FRAME_BYTES + 2 * len(schema)) if framed else 0
+    return samples * sample_bytes + header + frames
 
 
 def write_extents(folder: Path, extents: Extents) -> Path:
@@ -117,6 +123,7 @@ def compare_checksums(
 
 class ExtentsReader(Closing):
     """A reader of one shard that takes samples out of memory maps of its files, without the format's library.
+    Compressed values are decoded.
 
     The names in ``extents.files`` are relative to ``folder``. Fields that are not in ``schema`` stay unread. ``read``
     returns views of the maps where it can. Such views keep the maps alive, also after :meth:`close`. ``links=False`` is
@@ -135,6 +142,8 @@ class ExtentsReader(Closing):
         self._paths = tuple(folder / name for name in extents.files)
         # A file is mapped when its first field is read, because a reader of few fields may not need the other files.
         self._maps: dict[int, Bytes] = {}
+        self._checked: set[str] = set()
+        self._scratch = Scratch()
 
     def read(self, start: int, stop: int) -> Block:
         """Return samples ``start`` to ``stop - 1``. Fixed fields of constant stride are views of the map."""
@@ -160,13 +169,17 @@ class ExtentsReader(Closing):
         buffer = self._map(extents.file)
         offsets, sizes = extents.locate(at)
         # Nothing below checks a position, so a file that was cut short would be read outside of its map.
-        if not inside(offsets, sizes, len(buffer)):
+        length = len(buffer) if extents.frames is None else extents.frames.total
+        if not inside(offsets, sizes, length):
             raise CorruptError(
-                f"{self._paths[extents.file]} is cut short: it has {len(buffer)} bytes, "
-                f"but field {field.name!r} needs more"
+                f"{self._paths[extents.file]} is cut short: it has {length} bytes, but field {field.name!r} needs more"
             )
         if field.kind != "fixed":
             return self._ragged(field, at, offsets, sizes)
+        if extents.frames is not None:
+            out = np.empty((len(at), *field.sizes), dtype=field.numpy)
+            self._copy(field, as_bytes(out), np.arange(len(at)) * extents.nbytes, offsets, sizes)
+            return out
         if contiguous and extents.offsets is None and len(at) and extents.stride >= 0:
             # A view of the map: conversion then copies each value once, straight into the new file.
             begin = buffer[int(offsets[0]) :]
@@ -188,7 +201,7 @@ class ExtentsReader(Closing):
         starts = ends(sizes)
         values = np.empty(int(starts[-1]), dtype=np.uint8)
         extents = self.extents.fields[field.name]
-        copy_runs(values, starts[:-1], self._map(extents.file), offsets, sizes)
+        self._copy(field, values, starts[:-1], offsets, sizes)
         itemsize = field.numpy.itemsize
         shapes = None if extents.shapes is None else extents.shapes[at]
         # Sizes and shapes come from a file. If they do not fit each other, the view below would fail with an error that
@@ -202,6 +215,24 @@ class ExtentsReader(Closing):
                 f"{self._paths[extents.file]}: field {field.name!r} has a shape that does not fit its size"
             )
         return Ragged(values.view(field.numpy), starts // itemsize, shapes)
+
+    def _copy(self, field: Field, out: Bytes, to: Int64s, starts: Int64s, sizes: Int64s) -> None:
+        """Copy the bytes of values to ``out``, decoded if they are compressed."""
+        extents = self.extents.fields[field.name]
+        buffer, frames = self._map(extents.file), extents.frames
+        if frames is None:
+            copy_runs(out, to, buffer, starts, sizes)
+            return
+        path = str(self._paths[extents.file])
+        if field.name not in self._checked:
+            check_frames(path, frames, field.name)
+            self._checked.add(field.name)
+        try:
+            read_frames(
+                frames, lambda at, size: buffer.data[at : at + size], out, to, starts, sizes, scratch=self._scratch
+            )
+        except CorruptError as error:
+            raise CorruptError(f"{path} {error}") from error
 
     def close(self) -> None:
         """Forget the maps. A map is unmapped when the last view of it is gone."""

@@ -1,4 +1,5 @@
-"""One data file and the files beside it: extents, or checksums if it is compressed. Also the two digests of a shard.
+"""One data file and the files beside it: extents, or checksums for a format without extents. Also the two digests of a
+shard.
 
 Code that writes samples uses :class:`ShardFiles` (a folder in a cache) or :class:`PlainFile` (a file outside of a
 cache). These take blocks and make everything durable. Code that reads samples back compares them with
@@ -23,6 +24,7 @@ from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar import corrupt_errors
+from cachetool.formats.compression import Compressed
 from cachetool.formats.digest import check_plain, digest_of, file_digests, joined_digest
 from cachetool.formats.exported import SIDE_FOLDER
 from cachetool.formats.files import allocated_bound, missing_is_corrupt, refuse_links, write_durably
@@ -58,7 +60,7 @@ __all__ = [
 ]
 
 CHECKSUMS_FILE = "checksums.npy"
-"""File beside a compressed file, which has no extents: its checksums, uint64 (fields, samples)."""
+"""File beside a file without extents, of a format of another package: its checksums, uint64 (fields, samples)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int, disk_bl
     The shard has at most ``samples`` samples and ``nbytes`` bytes of values. ``disk_block`` is what the smallest file
     takes.
     """
-    extents = allocated_bound(extents_bound(schema, samples), disk_block)
+    framed = nbytes + kind.bound(schema, samples, 0, disk_block) if isinstance(kind, Compressed) else 0
+    extents = allocated_bound(extents_bound(schema, samples, framed=framed), disk_block)
     return kind.bound(schema, samples, nbytes, disk_block) + extents
 
 
@@ -115,14 +118,13 @@ class PlainFile:
         *,
         samples: int,
         nbytes: int,
-        compression: str | None = None,
         side: Path | None = None,
     ) -> None:
         self.path = path
         self.schema = schema
         # In a cache the extents lie in the shard's folder, which the caller has made already.
         self._side, self._shared_side = (side_folder(path), False) if side is None else (side, True)
-        self._writer = kind.create(path, schema, samples=samples, nbytes=nbytes, compression=compression)
+        self._writer = kind.create(path, schema, samples=samples, nbytes=nbytes)
 
     def write(self, block: Block) -> None:
         """Append the samples of ``block``."""
@@ -151,11 +153,9 @@ class PlainFile:
 class ShardFiles(PlainFile):
     """A writer of ``data.<suffix>`` and its extents into a folder that exists and is empty."""
 
-    def __init__(
-        self, folder: Path, kind: Format, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, kind: Format, schema: Schema, *, samples: int, nbytes: int) -> None:
         path = folder / f"data{kind.suffix}"
-        super().__init__(path, kind, schema, samples=samples, nbytes=nbytes, compression=compression, side=folder)
+        super().__init__(path, kind, schema, samples=samples, nbytes=nbytes, side=folder)
 
     def facts(self) -> ShardFacts:
         """Complete everything as :meth:`finish` does, and return the numbers and both digests."""

@@ -7,13 +7,16 @@ Nothing here needs TensorFlow or the ``tfrecord`` package, which cannot be impor
 ``docs/reference/formats.md`` has a reader in TensorFlow.
 
 The file does not contain its schema, so reading needs ``schema=``. With ``compression="gzip"`` the whole file is one
-gzip stream (``compression_type="GZIP"`` in TensorFlow).
+gzip stream (``compression_type="GZIP"`` in TensorFlow). After every few records the stream is flushed in full
+(``Z_FULL_FLUSH``, https://zlib.net/manual.html), so that a decoder that knows the place can begin there: these are the
+frames of the extents.
 """
 
 from __future__ import annotations
 
 import shlex
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +25,11 @@ import numpy.typing as npt
 from cachetool.core.block import Block
 from cachetool.core.closing import Closing
 from cachetool.core.errors import CorruptError, UsageError
-from cachetool.core.extents import FieldExtents
+from cachetool.core.extents import FieldExtents, Frames
 from cachetool.core.schema import Schema
 from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
 from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
+from cachetool.formats.frames import FRAME_BYTES, framed_overhead
 from cachetool.formats.framing import (
     AFTER,
     BEFORE,
@@ -55,9 +59,17 @@ class TFRecord:
     suffix = ".tfrecord"
     compressions = ("gzip",)
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
-        """Return an upper bound of the disk space, for compressed and uncompressed shards alike."""
-        return allocated_bound(_file_bound(schema, samples, nbytes), disk_block)
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
+        """Return an upper bound of the disk space."""
+        return allocated_bound(_file_bound(schema, samples, nbytes, framed=compression is not None), disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
@@ -66,7 +78,7 @@ class TFRecord:
         if compression not in (None, *self.compressions):
             raise UsageError(f"tfrecord has no compression {compression!r}; it has {', '.join(self.compressions)}")
         layout = ExampleLayout(schema)
-        file = BulkFile.create(path, _file_bound(schema, samples, nbytes))
+        file = BulkFile.create(path, _file_bound(schema, samples, nbytes, framed=compression is not None))
         return TFRecordWriter(path, layout, file, samples=samples, nbytes=nbytes, compressed=compression is not None)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> TFRecordReader:
@@ -76,12 +88,10 @@ class TFRecord:
         return TFRecordReader.open(path, schema)
 
 
-def _file_bound(schema: Schema, samples: int, nbytes: int) -> int:
-    """Return an upper bound of the file's size in bytes."""
-    # The last terms: deflate stores bytes that do not compress with a small overhead (zlib's own formula of
-    # compressBound), and gzip has a head.
+def _file_bound(schema: Schema, samples: int, nbytes: int, *, framed: bool) -> int:
+    """Return an upper bound of the file's size in bytes. ``framed``: the file is compressed."""
     plain = nbytes + samples * (ExampleLayout(schema).overhead + BEFORE + AFTER)
-    return plain + (plain >> 12) + (plain >> 14) + 64
+    return plain + framed_overhead(plain, 1) + 64 if framed else plain + 64
 
 
 class TFRecordWriter(ShardWriter):
@@ -97,28 +107,50 @@ class TFRecordWriter(ShardWriter):
         self._at = 0
         self._starts: list[Int64s] = []
         self._variable: list[Int64s] = []
+        self._frames: list[tuple[int, int, int]] = []
+        """Bytes before compression, position in the file and compressed bytes of each frame."""
         self._shapes: dict[str, list[Int64s]] = {f.name: [] for f in layout.schema if f.kind == "ragged"}
 
     def _put(self, block: Block) -> None:
         # The layout leaves space for the frames, so the records are not copied a second time.
         buffer, starts, sizes = self._layout.encode(block, before=BEFORE, after=AFTER)
         frame_records(buffer, starts, sizes)
-        if self._deflate is not None:
-            self._file.append(self._deflate.compress(buffer.data))
-            return
-        # Positions are kept for uncompressed files only: in a gzip stream a value has no place of its own.
-        self._starts.append(self._file.append(buffer) + starts)
+        if self._deflate is None:
+            self._starts.append(self._file.append(buffer) + starts)
+        else:
+            self._starts.append(self._at + starts)
+            self._compress(self._deflate, buffer, starts + sizes + AFTER)
         self._variable.append(self._layout.variable_sizes(block))
         for name, shapes in self._shapes.items():
             shapes.append(np.array(block.columns[name].shapes))  # type: ignore[union-attr]
 
-    def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]] | None:
+    def _compress(self, deflate: zlib._Compress, buffer: Bytes, stops: Int64s) -> None:
+        """Append records in frames, each of whole records. ``stops``: where the records end in ``buffer``."""
+        at, pieces = 0, []
+        if not self._frames:
+            # The first bytes that come are the head of the file, which belongs to no frame.
+            pieces.append(deflate.compress(b"") + deflate.flush(zlib.Z_FULL_FLUSH))
+        place = self._file.size + sum(map(len, pieces))
+        while at < len(buffer):
+            stop = int(stops[min(int(np.searchsorted(stops, at + FRAME_BYTES)), len(stops) - 1)])
+            pieces.append(deflate.compress(buffer[at:stop].data) + deflate.flush(zlib.Z_FULL_FLUSH))
+            self._frames.append((stop - at, place, len(pieces[-1])))
+            place, at = place + len(pieces[-1]), stop
+        self._at += at
+        self._file.append(b"".join(pieces))
+
+    def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]]:
         if self._deflate is not None:
             self._file.append(self._deflate.flush())
-            self._file.finish()
-            return None
         self._file.finish()
-        return (self.path.name,), self._locate()
+        fields = self._locate()
+        if self._deflate is not None and self._frames:
+            plain, offsets, sizes = np.ascontiguousarray(np.array(self._frames, dtype=np.int64).T)
+            frames = Frames("deflate", offsets, sizes, starts=ends(plain))
+            fields = {
+                name: one if one.column is not None else replace(one, frames=frames) for name, one in fields.items()
+            }
+        return (self.path.name,), fields
 
     def _locate(self) -> dict[str, FieldExtents]:
         """Return the extents of all fields."""

@@ -1,4 +1,4 @@
-"""The format ``zarr``: each shard is one Zarr v3 folder, with one shard file of raw chunks for each array.
+"""The format ``zarr``: each shard is one Zarr v3 folder, with one shard file of chunks for each array.
 
 cachetool writes the shard files itself. ``docs/reference/formats.md`` has the layout (version 1) and a reader without
 cachetool. The arrays are those of :mod:`cachetool.formats.columnar`. Chunk keys are separated by ``.``, so an array
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import Frames
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
@@ -37,9 +39,9 @@ from cachetool.formats.columnar import (
     parse_header,
 )
 from cachetool.formats.files import BulkFile
-from cachetool.formats.runs import as_bytes
+from cachetool.formats.frames import frame_rows, framed_overhead
+from cachetool.formats.runs import as_bytes, ends
 from cachetool.formats.zarr_files import (
-    INNER_BYTES,
     METADATA,
     Folder,
     check_shard_file,
@@ -50,17 +52,20 @@ from cachetool.formats.zarr_files import (
     plain_file,
     plain_file_bytes,
     plain_index,
+    shard_index,
 )
 from cachetool.proc.disk import DISK_BLOCK
 from cachetool.proc.folders import remove_path
 
-__all__ = ["Zarr"]
+__all__ = ["Zarr", "compressed_bytes"]
 
-# Bytes of values in a compressed shard file: zarr compresses it in memory as a whole.
-_SHARD_BYTES = 2**25
+# Chunks that are written together.
+_AT_ONCE = 64
 # Most files that are open at once: a process may often have no more than 1,024.
 _MOST_STREAMED = 256
-_COMPRESSIONS = ("zstd", "blosc", "gzip")
+_COMPRESSIONS = ("blosc", "zstd")
+_LEVEL = 3
+_BLOSC_LEVEL = 5
 
 
 class Zarr:
@@ -70,11 +75,19 @@ class Zarr:
     suffix = ".zarr"
     compressions: tuple[str, ...] = _COMPRESSIONS
 
-    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    def bound(
+        self,
+        schema: Schema,
+        samples: int,
+        nbytes: int,
+        disk_block: int = DISK_BLOCK,
+        *,
+        compression: str | None = None,
+    ) -> int:
         """Return an upper bound of the disk space of the folder, during and after writing."""
         about = len(json.dumps(header(schema, samples), indent=4))
-        plans = array_plans(schema)
-        return folder_bound(plans, samples, nbytes, about=about, file_nbytes=_SHARD_BYTES, disk_block=disk_block)
+        framed = compression is not None
+        return folder_bound(array_plans(schema), samples, nbytes, about=about, framed=framed, disk_block=disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
@@ -94,6 +107,42 @@ class Zarr:
         return _Reader.open(path, schema)
 
 
+def _blosc_shuffle(dtype: np.dtype[Any]) -> Literal["bitshuffle", "noshuffle"]:
+    # The first bits of neighbouring numbers are often equal, and side by side they compress. For bytes the regrouping
+    # takes more time than it saves: lz4 alone decodes at 6 GB/s.
+    return "bitshuffle" if dtype.itemsize > 1 else "noshuffle"
+
+
+def _encoder(compression: str, dtype: np.dtype[Any]) -> Callable[[npt.NDArray[Any]], bytes]:
+    """Return the function that compresses an array of ``dtype``, as zarr's codec of :class:`_Metadata` does."""
+    # Imported here: numcodecs takes 150 ms to load.
+    import numcodecs
+    import numcodecs.blosc
+
+    # As zarr has it: the threads of blosc do not survive a fork.
+    numcodecs.blosc.use_threads = False
+    if compression == "zstd":
+        codec: Any = numcodecs.Zstd(level=_LEVEL, checksum=True)
+    else:
+        shuffle = numcodecs.Blosc.BITSHUFFLE if _blosc_shuffle(dtype) == "bitshuffle" else numcodecs.Blosc.NOSHUFFLE
+        codec = numcodecs.Blosc("lz4", clevel=_BLOSC_LEVEL, shuffle=shuffle)
+    # Numbers of the same size: numcodecs knows no dates.
+    plain = np.dtype(f"u{dtype.itemsize}") if dtype.itemsize in (1, 2, 4, 8) else dtype
+    return lambda rows: codec.encode(np.ascontiguousarray(rows).view(plain))
+
+
+def compressed_bytes(block: Block, compression: str) -> int:
+    """Return the bytes that the values of ``block`` take in compressed frames."""
+    total = 0
+    for field in block.schema:
+        column = block.columns[field.name]
+        values = column.values if isinstance(column, Ragged) else np.asarray(column)
+        encode = _encoder(compression, field.numpy)
+        rows = frame_rows(values.nbytes // max(1, len(values)))
+        total += sum(len(encode(values[at : at + rows])) for at in range(0, len(values), rows))
+    return total
+
+
 class _Metadata:
     """A group in memory. zarr makes its files, which :class:`Folder` then writes to disk."""
 
@@ -101,18 +150,18 @@ class _Metadata:
         import zarr
 
         # Imported here: zarr takes 280 ms to load, and a reader of an uncompressed shard never needs it.
-        from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
         from zarr.storage import MemoryStore
 
-        codecs = {
-            None: None,
-            "zstd": ZstdCodec(level=3, checksum=True),
-            "blosc": BloscCodec(cname="lz4"),
-            "gzip": GzipCodec(),
-        }
-        self._codec = codecs[compression]
+        self._compression = compression
         self._files: dict[str, Any] = {}
         self.group: Any = zarr.create_group(MemoryStore(store_dict=self._files), zarr_format=3)
+
+    def _codec(self, dtype: np.dtype[Any]) -> Any:
+        from zarr.codecs import BloscCodec, ZstdCodec
+
+        if self._compression == "blosc":
+            return BloscCodec(cname="lz4", clevel=_BLOSC_LEVEL, shuffle=_blosc_shuffle(dtype), typesize=dtype.itemsize)
+        return None if self._compression is None else ZstdCodec(level=_LEVEL, checksum=True)
 
     def array(self, plan: ArrayPlan, rows: int, *, inner: int, shard: int) -> Any:
         """Make an array of ``rows`` rows, with ``inner`` rows a chunk and ``shard`` rows a file."""
@@ -123,18 +172,16 @@ class _Metadata:
             chunks=(inner, *row),
             shards=(shard, *row),
             dtype=plan.dtype,
-            compressors=self._codec,
+            compressors=self._codec(plan.dtype),
             fill_value=np.zeros((), dtype=plan.dtype)[()],
             chunk_key_encoding={"name": "default", "separator": "."},
             # By default zarr leaves out chunks that hold only fill values. Here a missing chunk must mean damage.
             config={"write_empty_chunks": True},
         )
 
-    def drain(self, *, metadata: bool) -> Iterable[tuple[str, bytes]]:
-        """Remove the metadata files from memory, or all others, and yield key and bytes of each."""
-        # A list first, because the loop removes entries of the dict.
-        for key in [key for key in self._files if (key.rpartition("/")[2] == METADATA) == metadata]:
-            yield key, self._files.pop(key).to_bytes()
+    def drain(self) -> Iterable[tuple[str, bytes]]:
+        """Yield key and bytes of each metadata file."""
+        return [(key, data.to_bytes()) for key, data in self._files.items() if key.rpartition("/")[2] == METADATA]
 
 
 class _Plain(ColumnarWriter):
@@ -189,7 +236,7 @@ class _Plain(ColumnarWriter):
         """Return the file in which the values of an array begin."""
         # An array without bytes has no file, but its extents must name a file that exists.
         key = chunk_key(plan) if self.rows(plan) and plan.row_nbytes else METADATA
-        return f"{self.path.name}/{key}", 0
+        return Place(f"{self.path.name}/{key}")
 
     def _abort(self) -> None:
         for file in self._files.values():
@@ -200,66 +247,84 @@ def _finish(folder: Folder, metadata: _Metadata, schema: Schema, samples: int) -
     """Write the metadata of all arrays and make all names durable."""
     metadata.group.attrs[ATTRIBUTE] = header(schema, samples)
     # The metadata last: a writer that is killed before leaves a folder that no reader takes for a Zarr group.
-    for key, data in metadata.drain(metadata=True):
+    for key, data in metadata.drain():
         folder.put(key, [data])
     folder.sync()
 
 
 class _Compressed(ColumnarWriter):
-    """A writer of chunks that zarr compresses, one shard file at a time."""
+    """A writer of chunks that are compressed one by one: frames of the extents (:mod:`cachetool.formats.frames`)."""
 
     def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
+        self._compression = compression
         self._folder = Folder(path)
-        self._metadata = _Metadata(compression)
-        self._arrays: dict[str, Any] = {}
-        self._steps = {p.name: Steps(_file_rows(p)) for p in self.plans if p.row_nbytes}
+        self._steps = {p.name: Steps(self.frame_rows(p)) for p in self.plans if p.row_nbytes and not p.is_index}
+        self._encode = {plan.name: _encoder(compression, plan.dtype) for plan in self.plans}
+        self._sizes: dict[str, list[int]] = {plan.name: [] for plan in self.plans}
+        self._held: dict[str, list[bytes]] = {plan.name: [] for plan in self.plans}
+        self._files: dict[str, BulkFile] = {}
+        least = max(STREAM_BYTES, nbytes // _MOST_STREAMED)
+        try:
+            for plan in self.streamed(least):
+                bound = (self.capacity + self._steps[plan.name].step) * plan.row_nbytes
+                self._files[plan.name] = self._folder.file(chunk_key(plan), bound + framed_overhead(bound, 1))
+        except BaseException:
+            self._abort()
+            raise
 
     def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
         ready = self._steps[plan.name].push(rows)
         if ready is not None:
-            step = self._steps[plan.name].step
-            # One file at a time, because zarr holds all compressed bytes of the assignment in memory.
-            for at in range(0, len(ready), step):
-                self._write(plan, ready[at : at + step])
+            self._compress(plan, ready, self._steps[plan.name].step)
 
-    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _compress(self, plan: ArrayPlan, rows: npt.NDArray[Any], step: int) -> None:
+        """Compress whole chunks of ``step`` rows, and write them or keep them."""
+        encode, file = self._encode[plan.name], self._files.get(plan.name)
+        for first in range(0, len(rows), step * _AT_ONCE):
+            last = min(len(rows), first + step * _AT_ONCE)
+            chunks = [encode(rows[at : at + step]) for at in range(first, last, step)]
+            self._sizes[plan.name] += map(len, chunks)
+            if file is None:
+                self._held[plan.name] += chunks
+            else:
+                file.append(b"".join(chunks))
+
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
+        metadata = _Metadata(self._compression)
+        places: dict[str, Place] = {}
         for plan in self.plans:
-            if plan.is_index:
-                self._append(plan, index[plan.name])
-            remaining = self._steps[plan.name].remaining_rows() if plan.row_nbytes else None
-            if remaining is not None:
-                self._write(plan, remaining)
-            elif plan.name not in self._arrays:
-                rows = max(1, self.rows(plan))
-                self._metadata.array(plan, self.rows(plan), inner=rows, shard=rows)
-        _finish(self._folder, self._metadata, self.schema, self.samples)
-
-    def _write(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
-        array = self._arrays.get(plan.name)
-        start = 0
-        if array is None:
-            inner = inner_rows(plan, len(rows))
-            array = self._metadata.array(plan, len(rows), inner=inner, shard=-(-len(rows) // inner) * inner)
-            self._arrays[plan.name] = array
-        else:
-            start = array.shape[0]
-            # A new shard file begins exactly at ``start``, so no file is compressed and written twice.
-            array.resize((start + len(rows), *plan.row))
-        array[start:] = rows
-        # Written and removed from memory at once: a shard may be larger than memory.
-        for key, data in self._metadata.drain(metadata=False):
-            self._folder.put(key, [data])
+            rows, key = self.rows(plan), chunk_key(plan)
+            step = self._steps[plan.name].step if plan.name in self._steps else inner_rows(plan, rows)
+            rest = index[plan.name] if plan.is_index else None
+            if plan.name in self._steps:
+                rest = self._steps[plan.name].remaining_rows()
+            if rest is not None and rest.size:
+                # A chunk has its full size, also the last one.
+                full = np.zeros((-(-len(rest) // step) * step, *plan.row), dtype=plan.dtype)
+                full[: len(rest)] = rest
+                self._compress(plan, full, step)
+            sizes = np.array(self._sizes[plan.name], dtype=np.int64)
+            file = self._files.get(plan.name)
+            if file is not None:
+                file.append(shard_index(sizes))
+                file.finish()
+                if not len(sizes):
+                    remove_path(file.path)
+            elif len(sizes):
+                self._folder.put(key, [*self._held.pop(plan.name), shard_index(sizes)])
+            metadata.array(plan, rows, inner=step, shard=max(1, len(sizes)) * step)
+            # An array without bytes has no file, but its extents must name a file that exists.
+            places[plan.name] = Place(f"{self.path.name}/{key if len(sizes) else METADATA}")
+            if len(sizes):
+                frames = Frames(self._compression, ends(sizes)[:-1], sizes, step * plan.row_nbytes)
+                places[plan.name] = places[plan.name]._replace(frames=frames)
+        _finish(self._folder, metadata, self.schema, self.samples)
+        return {plan.name: places[plan.name] for plan in self.plans if plan.role == "values"}
 
     def _abort(self) -> None:
-        # Every file is closed as soon as it is written, so there is nothing to close.
-        pass
-
-
-def _file_rows(plan: ArrayPlan) -> int:
-    """Return the rows of a compressed shard file, whole inner chunks."""
-    inner = -(-INNER_BYTES // plan.row_nbytes)
-    return inner * max(1, _SHARD_BYTES // (inner * plan.row_nbytes))
+        for file in self._files.values():
+            file.close()
 
 
 class _Reader(ColumnarReader):

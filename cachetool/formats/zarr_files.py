@@ -18,7 +18,8 @@ import numpy as np
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.formats.columnar import ArrayPlan
 from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors
-from cachetool.formats.runs import Bytes
+from cachetool.formats.frames import framed_overhead
+from cachetool.formats.runs import Bytes, Int64s, ends
 from cachetool.proc.disk import DISK_BLOCK, whole_blocks
 from cachetool.proc.folders import fsync_folder, make_folder
 
@@ -34,6 +35,7 @@ __all__ = [
     "plain_file",
     "plain_file_bytes",
     "plain_index",
+    "shard_index",
 ]
 
 INNER_BYTES = 2**18
@@ -76,26 +78,31 @@ def plain_file_bytes(plan: ArrayPlan, rows: int) -> int:
 
 def plain_index(chunks: int, chunk_nbytes: int) -> bytes:
     """Return the index of a shard file of raw chunks in order."""
+    return shard_index(np.full(chunks, chunk_nbytes, dtype=np.int64))
+
+
+def shard_index(sizes: Int64s) -> bytes:
+    """Return the index of a shard file of chunks of these sizes, one after another."""
     # Imported here, so that looking at a bound or a folder needs no extra module.
     import crc32c
 
-    table = np.empty((chunks, 2), dtype="<u8")
-    table[:, 0] = np.arange(chunks, dtype=np.uint64) * np.uint64(chunk_nbytes)
-    table[:, 1] = chunk_nbytes
+    table = np.empty((len(sizes), 2), dtype="<u8")
+    table[:, 0] = ends(sizes)[:-1]
+    table[:, 1] = sizes
     raw = table.tobytes()
     return raw + int(crc32c.crc32c(raw)).to_bytes(4, "little")
 
 
 def folder_bound(
-    plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about: int, file_nbytes: int, disk_block: int
+    plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about: int, framed: bool, disk_block: int
 ) -> int:
-    """Return the most bytes on disk of a folder of these arrays, plain or compressed.
+    """Return the most bytes on disk of a folder of these arrays.
 
-    ``nbytes``: bytes of all values. ``about``: bytes of the root's attribute. ``file_nbytes``: bytes that a compressed
-    shard file holds. ``disk_block``: bytes that the smallest file or folder takes.
+    ``nbytes``: bytes of all values. ``about``: bytes of the root's attribute. ``framed``: the arrays are compressed.
+    ``disk_block``: bytes that the smallest file or folder takes.
     """
+    plans = tuple(plans)
     data = nbytes
-    files = 0
     # Bytes of the names in every folder: a folder of many names takes more than one disk block.
     entries = {"": 0}
     total = whole_blocks(1024 + 2 * about, disk_block) + disk_block
@@ -106,18 +113,17 @@ def folder_bound(
         # The last inner chunk is filled up to its full size, unless it is the only one.
         inner = inner_rows(plan, rows)
         data += (inner - 1) * plan.row_nbytes if rows > inner else 0
-        files += 1
         entries |= {name: 0 for name in _folders(plan.name) if name not in entries}
         total += whole_blocks(2048 + 128 * len(plan.row), disk_block)
-    # The bytes that codecs add to data that does not compress, and the index of the chunks.
-    data += (data >> 8) + 16 * (data // INNER_BYTES + files)
-    files += data // file_nbytes
+    # The index of the chunks, and the bytes that codecs add to data that does not compress.
+    data += 16 * (data // INNER_BYTES + len(plans))
+    data += framed_overhead(data, len(plans)) if framed else 0
     for name in entries:
         parent, _, last = name.rpartition("/")
-        entries[parent] += 2 * (len(last) + 16) if name else 256 + 512 * (data // file_nbytes)
+        entries[parent] += 2 * (len(last) + 16) if name else 256
         total += disk_block
     names = sum(whole_blocks(size, disk_block) for size in entries.values())
-    return total + allocated_bound(data, disk_block) + 3 * disk_block * files + names
+    return total + allocated_bound(data, disk_block) + 3 * disk_block * len(plans) + names
 
 
 class Folder:

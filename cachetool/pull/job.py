@@ -11,6 +11,7 @@ from cachetool.cache import SourceRow
 from cachetool.core.permutation import part_size
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format
+from cachetool.formats.compression import compression_of
 from cachetool.proc.task import Message, Task
 from cachetool.pull.options import PullOptions
 
@@ -81,6 +82,8 @@ class Prepared:
     """Numbers of units at which the listing has grown."""
     parts: tuple[tuple[int, int, int], ...]
     """The parts that the cache is to draw: number, draws in a pass, and the draws that are asked for."""
+    compression: str | None
+    """The compression that the first samples are worth, if they were asked for it; otherwise None."""
 
     def to_json(self) -> Message:
         """Return plain values for JSON."""
@@ -136,6 +139,8 @@ class PrepareArguments:
     """Number of first samples of the source that are asked for, over all parts; None for all."""
     shared: str | None
     """The folder of the listing that all nodes use; None without one."""
+    probed: str | None
+    """The format whose compression is tried on the first samples; None without ``--compression auto``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ class WorkerArguments:
     source: str
     dataset: str
     format: str
+    compression: str | None
     schema: list[Message]
     shard_bytes: int
     units_per_shard: int
@@ -241,6 +247,7 @@ class PullJob:
             source=self.id,
             dataset=options.dataset,
             format=self.kind.name,
+            compression=compression_of(self.kind),
             schema=self.schema.to_json(),
             shard_bytes=self.shard_bytes,
             units_per_shard=self.per_shard,

@@ -10,15 +10,20 @@ These functions are the targets of tasks (:mod:`cachetool.proc`), as those of :m
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.core.errors import UsageError
+from cachetool.core.schema import Schema
+from cachetool.formats import get_format
+from cachetool.formats.compression import chosen, compression_of
 from cachetool.proc.arrays import load_array
 from cachetool.proc.folders import remove_path
 from cachetool.proc.scratch import listing_scratch
@@ -98,10 +103,18 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
             change=change,
             segments=source.segments,
             parts=tuple((part, len(o), len(o) if upto is None else o.limit(upto)) for part, o in orders),
+            compression=None if task.probed is None else _compression(task.probed, probing, probed, probe.schema),
         ).to_json()
     finally:
         probing.close()
         source.close()
+
+
+def _compression(format: str, source: Source, units: npt.NDArray[np.int64], schema: Schema) -> str | None:
+    """Return the compression that the samples of ``units`` are worth."""
+    # Bad samples are left out: the worker that draws one has a message for it.
+    with contextlib.closing(source.read(units, schema=schema, skip_bad=True)) as reading:
+        return compression_of(chosen(get_format(format), (result.block for result in reading)))
 
 
 def list_on(
@@ -118,7 +131,9 @@ def list_on(
         after, kept = last_key(parts[-1].folder), parts[0].kept
         count = len(parts)
         listed = sum(part.objects for part in parts)
-        with EarlyListing(url, parsed, size=early, after=after, kept=kept or (), skip_bad=skip_keys) as more:
+        with EarlyListing(
+            url, parsed, size=early, after=after, number=count, kept=kept or (), skip_bad=skip_keys
+        ) as more:
             while not row.complete:
                 folder = Path(scratch, segment_name(count))
                 more.write(folder, progress=lambda keys: channel.send({"listed": listed + keys}))

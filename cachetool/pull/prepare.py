@@ -25,7 +25,9 @@ from cachetool.core.names import Id
 from cachetool.core.progress import Progress, Report
 from cachetool.core.schema import Schema
 from cachetool.core.units import format_size, parse_rate, parse_size
+from cachetool.formats import get_format
 from cachetool.formats.base import Format
+from cachetool.formats.compression import AUTO, check_compression
 from cachetool.formats.shard import samples_within, shard_bound
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Message, Task
@@ -52,6 +54,7 @@ __all__ = [
     "refuse_small_cap",
     "samples_per_shard",
     "shard_bytes",
+    "target_format",
     "source_id",
     "source_row",
     "with_classes",
@@ -207,6 +210,9 @@ def prepare(
             report(Progress("schema", 0, message["probing"]))
 
     has = options.dataset in cache.datasets()
+    # A wrong name ends the pull before the source is listed.
+    format = target_format(cache, options)
+    compression = check_compression(get_format(format), options.compression)
     arguments = PrepareArguments(
         url=url,
         listing=str(listing),
@@ -229,6 +235,7 @@ def prepare(
         cut=share[0],
         parts=share[1],
         samples=options.samples,
+        probed=format if compression == AUTO else None,
         shared=None if options.listing is None else str(Path(options.listing, source_id(url, options))),
     )
     (message,) = engine.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], on_message)
@@ -302,6 +309,11 @@ def format_of(cache: CacheDir, dataset: str) -> str | None:
     """Return the format of the newest shard; None without shards."""
     shards = cache.shards(dataset)
     return shards[-1].format if shards else None
+
+
+def target_format(cache: CacheDir, options: PullOptions) -> str:
+    """Return the format of the new shards."""
+    return options.to or format_of(cache, options.dataset) or "lmdb"
 
 
 def shard_bytes(cap: int, options: PullOptions) -> int:

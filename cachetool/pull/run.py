@@ -31,6 +31,7 @@ from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.text import count as counted
 from cachetool.core.units import size_option
 from cachetool.formats import get_format
+from cachetool.formats.compression import AUTO, check_compression, compressed
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Message, Task
@@ -53,6 +54,7 @@ from cachetool.pull.prepare import (
     shard_bytes,
     source_id,
     source_row,
+    target_format,
     with_classes,
 )
 from cachetool.pull.reports import CacheFill, WorkerReports
@@ -286,7 +288,9 @@ def _plan(
 ) -> PullJob:
     """Return the parameters of the pull, fixed before the first sample is drawn. Change nothing."""
     cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
-    kind = get_format(options.to or newest or "lmdb")
+    name = target_format(cache, options)
+    named = check_compression(get_format(name), options.compression)
+    kind = compressed(name, prepared.compression if named == AUTO else named)
     return PullJob(
         url=url,
         options=options,

@@ -18,7 +18,7 @@ from typing import Any
 from cachetool.cache import CacheDir, Claim, Room, SourceRow
 from cachetool.core.errors import CapBlocked
 from cachetool.core.schema import Schema
-from cachetool.formats import get_format
+from cachetool.formats.compression import compressed
 from cachetool.proc.task import Channel, Message
 from cachetool.pull.claims import Claims
 from cachetool.pull.job import WorkerArguments
@@ -89,7 +89,7 @@ def _plan(task: WorkerArguments) -> WorkerJob:
         job=task.job,
         source=task.source,
         dataset=task.dataset,
-        kind=get_format(task.format),
+        kind=compressed(task.format, task.compression),
         schema=Schema.from_json(task.schema),
         shard_bytes=task.shard_bytes,
         room=Room(**task.room),

@@ -21,7 +21,7 @@ from cachetool.api import open_cache
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.formats.shard import open_shard, side_folder, stored_checksums
+from cachetool.formats.shard import open_shard, stored_checksums
 from cachetool.loaders.snapshots.plain_files import shards_at
 from tests.formats.samples import EVERY_KIND, block
 from tests.interop.folders import make, whole
@@ -174,14 +174,6 @@ def test_a_killed_conversion_starts_again_with_other_options(foreign: Path, tmp_
 
     assert result.samples == 20
     assert not any(path.suffix == ".h5" for path in out.rglob("*"))
-
-
-def test_a_compressed_file_has_its_checksums_in_a_file_beside_it(foreign: Path, tmp_path: Path) -> None:
-    cachetool.convert(foreign / "x.npy", to="hdf5", out=tmp_path / "out", compression="gzip", verify=True)
-
-    side = side_folder(tmp_path / "out" / "part-00000.h5")
-    assert os.listdir(side) == ["checksums.npy"]
-    assert np.load(side / "checksums.npy").shape == (1, 20)
 
 
 def test_the_error_says_if_only_the_order_of_the_fields_differs(tmp_path: Path) -> None:

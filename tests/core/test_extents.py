@@ -134,7 +134,7 @@ def test_extents_of_another_schema_are_refused_with_their_file(other: Schema) ->
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"CTEXT001", b"CTEXT002" + make().to_bytes()[8:], b"\x00" * 100, b"CTEXT001" + b"\xff" * 40]
+    "content", [b"", b"CTEXT002", b"CTEXT001" + make().to_bytes()[8:], b"\x00" * 100, b"CTEXT002" + b"\xff" * 40]
 )
 def test_another_file_is_corrupt(content: bytes) -> None:
     with pytest.raises(CorruptError):
@@ -201,9 +201,9 @@ def test_a_dtype_that_cachetool_never_writes_is_refused(dtype: bytes) -> None:
 
 
 def test_a_newer_version_is_refused_with_both_versions() -> None:
-    raw = make().to_bytes().replace(b"CTEXT001", b"CTEXT012")
+    raw = make().to_bytes().replace(b"CTEXT002", b"CTEXT012")
 
-    with pytest.raises(CorruptError, match="version 12, this cachetool reads version 1; update cachetool"):
+    with pytest.raises(CorruptError, match="version 12, this cachetool reads version 2; update cachetool"):
         Extents.from_buffer(raw, schema=SCHEMA)
 
 
@@ -211,4 +211,4 @@ def test_a_deeply_nested_header_is_refused() -> None:
     text = b"[" * 100_000
 
     with pytest.raises(CorruptError, match="is not a whole extents file"):
-        Extents.from_buffer(b"CTEXT001" + len(text).to_bytes(8, "little") + text, schema=SCHEMA)
+        Extents.from_buffer(b"CTEXT002" + len(text).to_bytes(8, "little") + text, schema=SCHEMA)

@@ -65,7 +65,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "address": (["--address", "h:1"], "h:1"),
     "placement": (["--placement", "replicate"], "replicate"),
     "out": (["--out", "/x"], Path("/x")),
-    "compression": (["--compression", "gzip", "--to", "zarr"], "gzip"),
+    "compression": (["--compression", "zstd", "--to", "zarr"], "zstd"),
     "verify": (["--verify"], True),
 }
 

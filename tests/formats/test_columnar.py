@@ -98,7 +98,7 @@ def test_the_bound_is_never_exceeded_while_a_shard_is_written(
 
     nbytes = content.nbytes + (capacity - samples) * schema.fixed_nbytes
     assert peak > 0
-    assert on_disk(path) <= peak <= kind.bound(schema, capacity, nbytes)
+    assert on_disk(path) <= peak <= kind.bound(schema, capacity, nbytes, compression=mode)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -120,11 +120,8 @@ def test_an_array_has_two_files_and_a_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ZARR.compressions)
-def test_compressed_shard_files_contain_every_chunk(
-    path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compressed_shard_files_contain_every_chunk(path: Path, compression: str) -> None:
     """Chunks of zeros, which zarr would omit, are written too, so a missing chunk always means damage."""
-    monkeypatch.setattr("cachetool.formats.zarr._SHARD_BYTES", 2**20)
     schema = Schema((Field("x", "<f4", (2**14,)), Field("s", "bytes")))
     x = np.repeat(np.arange(41, dtype="<f4")[:, None] // 30, 2**14, axis=1)
     text = Ragged(np.zeros(41 * 50_000, dtype=np.uint8), np.arange(42) * 50_000)
@@ -133,9 +130,10 @@ def test_compressed_shard_files_contain_every_chunk(
     written = write(ZARR, path, content, cuts=(1, 20, 40), compression=compression)
 
     group: Any = zarr.open_group(path, mode="r")
-    assert (group["x"].chunks, group["x"].shards) == ((4, 2**14), (16, 2**14))
-    assert (group["s"].chunks, group["s"].shards) == ((2**18,), (2**20,))
-    assert sorted(p.name for p in (path / "x").iterdir()) == ["c.0.0", "c.1.0", "c.2.0", "zarr.json"]
+    # A large sample is a chunk of its own. Values of different sizes are cut at a power of two near their mean.
+    assert (group["x"].chunks, group["x"].shards) == ((1, 2**14), (41, 2**14))
+    assert (group["s"].chunks, group["s"].shards) == ((2**16,), (32 * 2**16,))
+    assert sorted(p.name for p in (path / "x").iterdir()) == ["c.0.0", "zarr.json"]
     assert sum(len(data) for data in _contents(path).values()) < content.nbytes / 10
     assert np.array_equal(group["x"][:], x)
     with ZARR.open(path) as reader:
@@ -266,10 +264,9 @@ def test_a_pipe_in_place_of_metadata_is_an_error_without_waiting(path: Path) -> 
             ZARR.open(path)
 
 
-@pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_a_flipped_bit_of_a_compressed_chunk_names_field_and_rows(path: Path, compression: str) -> None:
+def test_a_flipped_bit_of_a_compressed_chunk_names_field_and_rows(path: Path) -> None:
     """The bytes do not compress, so a codec without a checksum would detect nothing."""
-    write(ZARR, path, block(Schema((Field("x", "|u1", (2**18,)),)), 4), compression=compression)
+    write(ZARR, path, block(Schema((Field("x", "|u1", (2**18,)),)), 4), compression="zstd")
     raw = bytearray((path / "x" / "c.0.0").read_bytes())
     raw[2 * 2**18 + 2**17] ^= 8
     (path / "x" / "c.0.0").write_bytes(raw)
