@@ -154,9 +154,9 @@ def _reserve(
     # inside a commit would fail a shard that is already written.
     more = _catalog_growth(connection)
     cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
-    _refuse_small_cap(connection, layout, need, cap, advise=room.advise)
     usage = measure(connection, layout)
     wanted = asked(connection, layout, need)
+    _refuse_small_cap(usage.overhead + usage.listings + wanted, need, cap, advise=room.advise)
     excess = usage.total + wanted - cap
     # Only this writer's own bytes are added here. Reservations of other writers already take space on the disk, because
     # a writer allocates its complete file first.
@@ -219,9 +219,8 @@ def _reserve(
     )
 
 
-def _refuse_small_cap(connection: Connection, layout: Layout, need: int, cap: int, *, advise: bool) -> None:
-    """Raise :class:`CapTooSmall` when ``need`` bytes can never fit under the cap."""
-    least = minimum(connection, layout, need)
+def _refuse_small_cap(least: int, need: int, cap: int, *, advise: bool) -> None:
+    """Raise :class:`CapTooSmall` when ``need`` bytes can never fit under the cap, because ``least`` are the minimum."""
     if least > cap:
         raise CapTooSmall(
             f"a cap of {format_size(cap)} is too small: this write needs up to {format_size(need)}, the other files of"

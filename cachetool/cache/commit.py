@@ -397,7 +397,13 @@ def _heirs(connection: Connection, layout: Layout, replaces: Sequence[str], coun
     if not alone:
         ancestors |= dict.fromkeys(old["lineage"] for old in olds)
     start, end = min(old["seq"] for old in olds), max(old["seq"] for old in olds)
-    after = connection.execute("SELECT min(seq) FROM shards WHERE seq > ?", (end,)).fetchone()[0]
+    # By state, because the index over states and places then has the answer; otherwise all rows would be read for each
+    # shard that is replaced.
+    by_state = " UNION ALL ".join(
+        f"SELECT min(seq) AS seq FROM shards WHERE state = '{state}' AND seq > :end"
+        for state in ("staging", "ready", "retiring", "trash")
+    )
+    after = connection.execute(f"SELECT min(seq) FROM ({by_state})", {"end": end}).fetchone()[0]
     # Without a later shard, the next commit will get the next whole number, so the new places must
     # stay below that number.
     after = after or math.floor(end) + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import operator
 import os
 import time
@@ -92,22 +93,42 @@ _NAMES = _COLUMNS.split(", ")
 
 
 def visible(
-    connection: Connection, layout: Layout, dataset: str | None, version: int | None, *, retiring: bool = False
+    connection: Connection,
+    layout: Layout,
+    dataset: str | None,
+    version: int | None,
+    *,
+    retiring: bool = False,
+    ids: Sequence[str] | None = None,
 ) -> list[Shard]:
     """Return the shards visible at ``version`` (None: now) of one dataset or of all, oldest first.
 
-    With ``retiring`` the result also has shards that only older versions see.
+    With ``retiring`` the result also has shards that only older versions see. ``ids`` are those to look for; default:
+    all.
     """
     schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
     # Parsed once for each dataset: thousands of shards share one schema object.
     parsed = {name: schema_of(text) for name, text in schemas.items()}
-    rows = _rows(connection, dataset, version, retiring=retiring)
+    rows = _rows(connection, dataset, version, retiring=retiring, ids=ids)
     return [Shard(layout.shards, parsed[row["dataset"]], Id(row["id"]), *row[1:]) for row in rows]
 
 
-def _rows(connection: Connection, dataset: str | None, version: int | None, *, retiring: bool = False) -> list[Row]:
-    query = f"SELECT {_COLUMNS} FROM shards WHERE state IN ('ready', 'retiring')"
+def _rows(
+    connection: Connection,
+    dataset: str | None,
+    version: int | None,
+    *,
+    retiring: bool = False,
+    ids: Sequence[str] | None = None,
+) -> list[Row]:
+    # The unary plus keeps SQLite from the index over states. Nearly all shards have one of these, so reading the table
+    # takes 26 ms for 10,000 shards instead of 34.
+    query = f"SELECT {_COLUMNS} FROM shards WHERE +state IN ('ready', 'retiring')"
     values: list[object] = []
+    if ids is not None:
+        # One parameter for any number of ids.
+        query += " AND id IN (SELECT value FROM json_each(?))"
+        values.append(json.dumps(list(ids)))
     if version is None:
         query += "" if retiring else " AND state = 'ready'"
     else:
@@ -151,7 +172,7 @@ class Snapshot:
 
     def __init__(
         self, catalog: Catalog, layout: Layout, holder: Holder, lease: _Lease, *, dataset: str, schema: Schema,
-        rows: Sequence[Row] | None,
+        rows: Sequence[Row] | None, is_unchanged: bool = False,
     ) -> None:  # fmt: skip
         self.version = lease.version
         self.newest = lease.newest
@@ -161,7 +182,7 @@ class Snapshot:
         self.schema = schema
         self.in_parts = lease.in_parts
         """True when other caches draw other parts of a source of its dataset."""
-        self.is_unchanged = rows is None
+        self.is_unchanged = is_unchanged
         """True if the taker had the shards already. They are then read from the catalog when they are asked for."""
         self.stamp = lease.stamp
         """Together with the version, it identifies the set of shards; None where nothing does."""
@@ -186,6 +207,18 @@ class Snapshot:
     def folder(self) -> Path:
         """The folder that has the folders of the shards."""
         return self._layout.shards
+
+    def has(self, ids: Sequence[str]) -> bool:
+        """Return True if these shards are in the snapshot.
+
+        Args:
+            ids: Ids of shards.
+
+        Returns:
+            True or False.
+        """
+        with self._catalog.read() as connection:
+            return len(_rows(connection, self.dataset, self.version, ids=ids)) == len(set(ids))
 
     def columns(self, *names: str) -> Iterator[tuple[Any, ...]]:
         """Yield two or more attributes of each shard, without making a :class:`Shard` for each.
@@ -364,7 +397,9 @@ def take(
         # since, so nothing identifies its set.
         stamp = int(numbers["stamp"]) if version == present else None
         # A loader that has these shards is not told them again: a thousand rows take 2 ms.
-        rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
+        unchanged = stamp is not None and previous == (version, stamp)
+        # A look may need a few shards only, so it reads the rows when it asks for them.
+        rows = None if unchanged or peek else _rows(connection, dataset, version)
         cut = connection.execute("SELECT 1 FROM sources WHERE dataset = ? AND cut > 1 LIMIT 1", (dataset,)).fetchone()
         if not peek:
             connection.execute("UPDATE cache SET seen = max(seen, ?)", (version,))
@@ -376,7 +411,9 @@ def take(
         seen=None if peek or seen >= version else seen,
         in_parts=cut is not None,
     )
-    taken = Snapshot(catalog, layout, holder, lease, dataset=dataset, schema=schema, rows=rows)
+    taken = Snapshot(
+        catalog, layout, holder, lease, dataset=dataset, schema=schema, rows=rows, is_unchanged=unchanged
+    )  # fmt: skip
     if instead is not None:
         # Only after the transaction: if it fails, the old lease still exists and must still be
         # released.

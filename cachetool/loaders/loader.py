@@ -26,6 +26,7 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import names_of
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_duration, parse_flag, parse_text, parse_whole
+from cachetool.loaders.decode import DecodeOption, parse_decode
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.feed.protocol import Feed
@@ -33,6 +34,7 @@ from cachetool.loaders.feed.transform import Function, dumps
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.other_names import OF_LOADERS, answering
+from cachetool.loaders.padding import PadOption, VarlenOption, parse_pad
 from cachetool.loaders.ranks import given, launched, on_node
 from cachetool.loaders.ring.memory import MOST_KEPT
 from cachetool.loaders.ring.slot import Batch
@@ -68,6 +70,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         values[name] = parse_duration(values[name], what=f"{name}=")
     values["validation"] = parse_split(values["split"], values["validation"])
     values["where"] = parse_where(values["where"])
+    values["decode"] = parse_decode(values["decode"])
+    values["pad"], values["varlen"] = parse_pad(values["pad"], values["varlen"])
     _check(values)
     if isinstance(cache_or_paths, CacheDir):
         # Feeders open the cache by its folder, so the cap of this open cache must be on the disk before they start.
@@ -214,6 +218,14 @@ class BaseLoader(Closing, ABC, Generic[T]):
             result fixes the fields, dtypes and shapes. Default: none.
         transform_each: ``"sample"``: ``transform`` gets one sample. ``"batch"``: it gets a dict of columns, arrays of
             shape (k, *shape). Default: ``"sample"``.
+        decode: Fields that the feeders decode, before ``transform``: a dict from the name of a field of bytes to
+            ``"jpeg"`` or to :class:`JPEG` with a size, a crop and a flip. Needs the extra ``image``. Default: none.
+        pad: Pad ragged fields to the longest sample of each batch: a dict from the name of a field to the number that
+            fills it up, or to a :class:`~cachetool.loaders.padding.Pad`. The batch then has an array of shape
+            (k, longest) and the lengths as ``NAME_length``. ``transform`` gets and returns samples without padding.
+            Example: ``{"tokens": 0}``. Default: ragged fields stay ragged.
+        varlen: Names of ragged fields that the batch has for attention without padding: the values of all samples as
+            one array, ``NAME_offsets`` (int32, from 0, of shape (k + 1,)) and ``NAME_longest``, an int. Default: none.
         dataset: Name of the dataset of the cache. Default: ``"default"``, or the only dataset. Not for files outside a
             cache.
         run: Name of the training run, the same on all its ranks, which then share snapshots. Default: a name from the
@@ -260,6 +272,9 @@ class BaseLoader(Closing, ABC, Generic[T]):
         prefetch: int | None = None,
         transform: Function | None = None,
         transform_each: str = "sample",
+        decode: DecodeOption | None = None,
+        pad: PadOption | None = None,
+        varlen: VarlenOption | None = None,
         dataset: str | None = None,
         run: str | None = None,
         split: str | None = None,

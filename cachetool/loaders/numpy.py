@@ -15,10 +15,12 @@ from typing import Any
 from cachetool.core.block import Ragged
 from cachetool.core.docstrings import arguments_of
 from cachetool.loaders.columns import texts
+from cachetool.loaders.decode import JPEG
 from cachetool.loaders.loader import BaseLoader
+from cachetool.loaders.padding import Pad, opened
 from cachetool.loaders.ring.slot import Batch
 
-__all__ = ["Loader"]
+__all__ = ["JPEG", "Loader", "Pad"]
 
 
 @arguments_of(BaseLoader)
@@ -40,8 +42,9 @@ class Loader(BaseLoader[dict[str, Any]]):
     """
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        out: dict[str, Any] = dict(batch.columns)
-        for name, column in batch.columns.items():
+        columns = opened(batch.columns, self._settings.pad, self._settings.varlen)
+        out: dict[str, Any] = dict(columns)
+        for name, column in columns.items():
             # str and bytes become lists: trainers such as Lightning and Composer move and rebuild the batches that they
             # receive, and failed on columns of a class of our own.
             if isinstance(column, Ragged) and column.shapes is None:

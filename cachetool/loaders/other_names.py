@@ -6,15 +6,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from cachetool.core.errors import UsageError
 from cachetool.core.options import unknown_option
 from cachetool.core.text import shown
 
-__all__ = ["OF_DATASETS", "OF_LOADERS", "answering"]
+__all__ = ["OF_DATASETS", "OF_LOADERS", "OF_TENSORFLOW", "answering"]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 _ORDER = "the loader orders the samples itself; use shuffle=, seed=, rank= and world_size=, or where= to select some"
 OF_LOADERS: Mapping[str, str] = {
@@ -23,7 +24,8 @@ OF_LOADERS: Mapping[str, str] = {
     "persistent_workers": "leave it out, because feeders always persist until close()",
     "pin_memory": "leave it out; device='cuda' of cachetool.loaders.torch.Loader copies batches ahead",
     "pin_memory_device": "use device= of cachetool.loaders.torch.Loader",
-    "collate_fn": "use transform= with transform_each='batch', which is called with a dict of columns",
+    "collate_fn": "use pad= to pad samples of different lengths, or transform= with transform_each='batch', which is"
+    " called with a dict of columns",
     "sampler": _ORDER,
     "batch_sampler": _ORDER,
     "generator": "use seed=",
@@ -37,33 +39,43 @@ OF_LOADERS: Mapping[str, str] = {
 _LOADER = "a dataset for a DataLoader returns all samples; use cachetool.loaders.torch.Loader with"
 OF_DATASETS: Mapping[str, str] = {
     "where": f"{_LOADER} where=",
+    "decode": "decode the bytes of a sample in your own code, or use cachetool.loaders.torch.Loader with decode=",
     "split": f"{_LOADER} split=",
     "validation": f"{_LOADER} split= and validation=",
+    "pad": f"{_LOADER} pad=",
+    "varlen": f"{_LOADER} varlen=",
     "batch_size": "pass it to the DataLoader, or use cachetool.loaders.torch.Loader, which makes the batches itself",
 }
 """Arguments of loaders, each with the answer that a dataset for a ``DataLoader`` gives."""
+_RAGGED = "a ragged field is a tf.RaggedTensor, which"
+OF_TENSORFLOW: Mapping[str, str] = {
+    "decode": "decode in TensorFlow: dataset.map(...) with tf.io.decode_jpeg, or give the batches of"
+    " cachetool.loaders.numpy.Loader with decode= to the trainer",
+    "pad": f"{_RAGGED} dataset.map() pads with .to_tensor(default_value=0)",
+    "varlen": f"{_RAGGED} has .flat_values and .row_splits",
+}
+"""Arguments of loaders, each with the answer that a dataset of TensorFlow gives."""
 
 
-def answering(
-    names: Mapping[str, str],
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor so that an argument in ``names``, or a misspelt one, raises a :class:`UsageError` of one
-    line."""
+def answering(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a constructor or a function: an argument in ``names``, or a misspelt one, raises a :class:`UsageError`
+    of one line."""
 
-    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+    def decorate(init: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(init).parameters
 
         @functools.wraps(init)
-        def checked(*args: P.args, **options: P.kwargs) -> None:
+        def checked(*args: P.args, **options: P.kwargs) -> R:
             for name, value in options.items():
                 if name in names:
                     raise UsageError(f"{name}={shown(value)} is not an argument here: {names[name]}")
                 if name not in own:
                     # The signature of the object's own class: a subclass such as the loader for PyTorch has more
                     # arguments than the constructor that is decorated here.
-                    parameters = inspect.signature(type(args[0])).parameters.values()
+                    of: Callable[..., Any] = type(args[0]) if init.__name__ == "__init__" else init
+                    parameters = inspect.signature(of).parameters.values()
                     raise unknown_option(name, [one.name for one in parameters if one.kind is one.KEYWORD_ONLY])
-            init(*args, **options)
+            return init(*args, **options)
 
         return checked
 

@@ -11,7 +11,9 @@ import numpy as np
 from cachetool.core import ranges
 from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
+from cachetool.loaders.decode import Decode
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
+from cachetool.loaders.padding import Pad, Pads
 from cachetool.loaders.ranks import require_node
 from cachetool.loaders.view import ShardFile, View
 
@@ -57,6 +59,15 @@ class Settings:
     prefetch: int | None = None
     transform_each: str = "sample"
     """Unit with which ``transform`` is called: ``sample`` or ``batch``."""
+    decode: Decode = ()
+    """Fields that are decoded, each with its decoder and the decoder's options."""
+    pad: Pads = ()
+    varlen: tuple[str, ...] = ()
+
+    @property
+    def laid_out(self) -> frozenset[str]:
+        """Names of the fields that are padded, or given as values and offsets."""
+        return frozenset((*(name for name, _ in self.pad), *self.varlen))
 
     def place(self, view: View | None) -> tuple[int, int]:
         """Return rank and world size by which the samples of ``view`` are divided.
@@ -78,6 +89,9 @@ class Settings:
             "fields": None if fields is None else tuple(fields),
             "paths": tuple(value["paths"]),
             "node": None if node is None else tuple(node),
+            "decode": tuple((name, decoder, options) for name, decoder, options in value["decode"]),
+            "pad": tuple((name, Pad(**pad)) for name, pad in value["pad"]),
+            "varlen": tuple(value["varlen"]),
             "where": None if where is None else tuple((name, tuple(values)) for name, values in where),
         }
         return cls(**{**value, **tuples})
@@ -133,7 +147,8 @@ class EpochPlan:
     def to_json(self, sent: View | None = None) -> dict[str, Any]:
         """Return plain values, in which a shard file is a row of seven.
 
-        If the view is the one that was ``sent`` before, only its version is included.
+        If the view is the one that was ``sent`` before, only its version is included. Shard files that the view before
+        had are given as a range of their numbers there, a pair.
         """
         view = self.view
         value = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -142,7 +157,8 @@ class EpochPlan:
             # A view may have thousands of rows, and the leader sends each plan to each feeder. The same object means
             # that the feeder has it: the next epoch then begins after 6.5 instead of 40 ms.
             if view is not sent:
-                value["view"] |= {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
+                value["view"] |= {"dataset": view.dataset, "schema": view.schema.to_json()}
+                value["view"]["parts"] = _changes(view.parts, () if sent is None else sent.parts)
                 value["view"]["in_parts"] = view.in_parts
         return value
 
@@ -153,8 +169,14 @@ class EpochPlan:
         value = {**value, "lost": ranges.pairs(value["lost"]), "of": tuple(value["of"])}
         if described is None or "parts" not in described:
             return cls(**value, view=None if described is None else sent)
-        schema, parts = Schema.from_json(described["schema"]), tuple(ShardFile(*row) for row in described["parts"])
-        view = View(described["version"], described["dataset"], schema, parts, described["in_parts"])
+        schema, parts = Schema.from_json(described["schema"]), list[ShardFile]()
+        for row in described["parts"]:
+            if len(row) == _PAIR:
+                assert sent is not None
+                parts += sent.parts[row[0] : row[1]]
+            else:
+                parts.append(ShardFile(*row))
+        view = View(described["version"], described["dataset"], schema, tuple(parts), described["in_parts"])
         return cls(**value, view=view)
 
 
@@ -183,6 +205,28 @@ class Begun:
     def from_json(cls, value: dict[str, Any]) -> Self:
         """Rebuild the value that :meth:`to_json` described."""
         return cls(**{**value, "steps": Steps(**value["steps"])})
+
+
+_PAIR = 2
+
+
+def _changes(parts: Sequence[ShardFile], before: Sequence[ShardFile]) -> list[list[Any]]:
+    """Return shard files as rows of plain values; those of ``before`` as pairs, the ranges of their numbers there."""
+    # The files of a new view are the objects of the view before, as far as it had them.
+    numbers = {id(part): number for number, part in enumerate(before)}
+    out: list[list[Any]] = []
+    start = stop = 0
+    for part in parts:
+        number = numbers.get(id(part), -1)
+        if number == stop and start < stop:
+            stop += 1
+            continue
+        if start < stop:
+            out.append([start, stop])
+        start, stop = (number, number + 1) if number >= 0 else (0, 0)
+        if number < 0:
+            out.append(list(part))
+    return [*out, [start, stop]] if start < stop else out
 
 
 def rows(parts: Sequence[ShardFile]) -> list[list[Any]]:

@@ -45,7 +45,9 @@ from cachetool.core.text import shown
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
+from cachetool.formats.tfrecord import is_gzip
 from cachetool.loaders.order import order
+from cachetool.loaders.other_names import OF_TENSORFLOW, answering
 from cachetool.loaders.selection import Selection, WhereOption, parse_where
 from cachetool.loaders.settings import Where, where_dict
 from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription, beside, subscribe
@@ -192,6 +194,7 @@ def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
     return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and decodable != dtype else numbers
 
 
+@answering(OF_TENSORFLOW)
 def make_dataset(
     cache: CacheDir | str | Path,
     *,
@@ -470,12 +473,13 @@ def _files(view: View, selection: Selection | None) -> tuple[list[str], list[str
         chosen[:] = False
         chosen[selection.chosen(view)] = True
     masks = [mask.tobytes() if selection is not None else b"" for mask in np.split(chosen, view.starts[1:-1])]
-    files = [
-        # Compressed files, and no others, have no extents. TFRecordDataset must be told how a file is compressed.
-        (_data_file(part), "" if os.path.exists(part.extents_name) else "GZIP", mask)
+    named = [
+        (_data_file(part), mask)
         for part, mask in zip(view.parts, masks, strict=False)
         if selection is None or any(mask)
     ]
+    # TFRecordDataset must be told how a file is compressed.
+    files = [(name, "GZIP" if is_gzip(Path(name)) else "", mask) for name, mask in named]
     return [name for name, _, _ in files], [kind for _, kind, _ in files], [mask for _, _, mask in files]
 
 

@@ -47,12 +47,14 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from cachetool.core.text import shown
 from cachetool.core.units import parse_flag, parse_text, parse_whole
+from cachetool.loaders.decode import JPEG
 from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import Int64s, decode, encode, order, parse_epoch, share
 from cachetool.loaders.other_names import OF_DATASETS, answering
+from cachetool.loaders.padding import Pad
 from cachetool.loaders.ranks import given, on_node, require_node
-from cachetool.loaders.read.gather import Parts, Places, gather
-from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
+from cachetool.loaders.read.gather import Parts, Places
+from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_foreign, subscribe_file
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.settings import rows
 from cachetool.loaders.snapshots.follow import Subscription, launched_run, subscribe
@@ -67,14 +69,13 @@ from cachetool.loaders.snapshots.resume import (
     require_same,
     require_state,
 )
+from cachetool.loaders.torch_columns import columns_of
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import (
     Sample,
     Samples,
     TensorList,
-    empty_tensors,
-    finished,
     initialised,
     least,
     world,
@@ -82,11 +83,13 @@ from cachetool.loaders.torch_values import (
 from cachetool.proc.disk import parse_location
 
 __all__ = [
+    "JPEG",
     "CacheDataset",
     "DevicePrefetcher",
     "EpochSampler",
     "LMDBDataset",
     "Loader",
+    "Pad",
     "Samples",
     "TensorList",
 ]
@@ -210,21 +213,24 @@ class _MapDataset(Closing, Dataset[Sample]):
         self._require_open()
         version = max(0, decode(int(indices[0]))[0]) if len(indices) else 0
         view = self._views.at(version) if version else self._views.plain()
-        base = encode(version, 0)
-        places = [int(index) - base for index in indices]
-        # NumPy raises an OverflowError for such numbers; PyTorch expects an IndexError for an index outside of a
-        # dataset.
-        if any(abs(place) >= 2**63 for place in places):
-            raise IndexError(f"index {shown(places[0])} is outside a dataset of {view.samples} samples")
-        at = np.array(places, dtype=np.int64)
+        try:
+            at = np.fromiter(map(int, indices), dtype=np.int64, count=len(indices)) - encode(version, 0)
+        except OverflowError:
+            # PyTorch expects an IndexError for an index outside of a dataset.
+            far = next(index for index in map(int, indices) if not -(2**63) <= index < 2**63)
+            raise IndexError(f"index {shown(far)} is outside a dataset of {view.samples} samples") from None
         if not version:
             # Only an index without a version may be negative, as in a list. An index with a version is never negative.
+            outside = at[(at < -view.samples) | (at >= view.samples)]
+            if len(outside):
+                raise IndexError(f"index {outside[0]} is outside a dataset of {view.samples} samples")
             at[at < 0] += view.samples
         elif int(at.min()) < 0 or decode(int(at.max()))[0]:
             raise UsageError("a batch has indices of two snapshots; use indices from one epoch of one sampler")
-        tensors: dict[str, torch.Tensor] = {}
-        columns = gather(view, at, self._parts, self.schema, empty=empty_tensors(tensors))
-        return Samples({f.name: finished(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
+        located = self._parts.locate(view, at, self.schema)
+        # In a worker the values are copied once, into the memory in which a batch reaches the training process.
+        shared = get_worker_info() is not None
+        return Samples(columns_of(located, len(at), self.schema, shared=shared), len(at))
 
     def collate(self, batch: Sequence[Sample]) -> Sample:
         """Return a batch as one dict; pass this method as ``collate_fn`` to a ``DataLoader``.
@@ -300,9 +306,10 @@ class CacheDataset(_MapDataset):
 
 @arguments_of(CacheDataset, "fields", "dataset", "run")
 class LMDBDataset(_MapDataset):
-    """A map-style dataset over LMDB shards, read by py-lmdb.
+    """A map-style dataset over LMDB shards, or over one LMDB file.
 
-    Each process opens each file once, at its first use. Everything else is as for :class:`CacheDataset`.
+    Files of cachetool are read from memory maps, those of other programs by py-lmdb. Each process opens each file once,
+    at its first use. Everything else is as for :class:`CacheDataset`.
 
     Args:
         cache: An open cache, the folder of a cache, or a single LMDB file (or the folder of one).
@@ -337,7 +344,8 @@ class LMDBDataset(_MapDataset):
             raise UsageError(f"value_format= is only for LMDB files of other programs, not for {cache}")
         else:
             subscription = subscribe(cache, dataset=dataset, run=self.run)
-        super().__init__(subscription, Parts(open_lmdb), fields, check=only_lmdb)
+        parts = MappedParts() if value_format is None else Parts(open_foreign)
+        super().__init__(subscription, parts, fields, check=only_lmdb)
 
 
 class EpochSampler(Sampler[int]):

@@ -14,6 +14,7 @@ from cachetool.core.docstrings import arguments_of
 from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_flag
 from cachetool.loaders.loader import BaseLoader, CacheOrPaths
+from cachetool.loaders.padding import opened
 from cachetool.loaders.ranks import launched
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
@@ -108,7 +109,11 @@ class Loader(BaseLoader[dict[str, Any]]):
         )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        return {field.name: finished(field, batch.columns[field.name]) for field in batch.schema}
+        columns = opened(batch.columns, self._settings.pad, self._settings.varlen)
+        return {
+            field.name: finished(field, column) if not isinstance(column := columns[field.name], int) else column
+            for field in batch.schema
+        }
 
 
 def _signature() -> inspect.Signature:

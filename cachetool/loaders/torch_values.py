@@ -10,19 +10,18 @@ from typing import Any, Self, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from cachetool.core.block import Column, Ragged
 from cachetool.core.schema import Field
 from cachetool.loaders.columns import texts
 from cachetool.loaders.ranks import launched
-from cachetool.loaders.read.gather import Empty
 
 __all__ = [
     "Sample",
     "Samples",
     "TensorList",
     "dtype_of",
-    "empty_tensors",
     "finished",
     "initialised",
     "shared_run",
@@ -132,6 +131,10 @@ class TensorList(Sequence[torch.Tensor]):
         return f"TensorList({len(self)} tensors of {self.values.dtype})"
 
 
+class _OfBatch(dict[str, Any]):
+    """A sample of :class:`Samples`. Its type tells PyTorch's collate function that the batch has columns already."""
+
+
 class Samples(Sequence[Sample]):
     """A sequence of samples, dicts, over columns, so that a collate function may take either.
 
@@ -166,7 +169,21 @@ class Samples(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(self._count)[index]
-        return {name: column[at] for name, column in self.columns.items()}
+        return _OfBatch((name, column[at]) for name, column in self.columns.items())
+
+
+def _collated(batch: Sequence[Sample], *, collate_fn_map: Any = None) -> Sample:
+    """Return what PyTorch's ``default_collate`` returns for samples of :class:`Samples`, without a copy of tensors."""
+    if not isinstance(batch, Samples):
+        return dict(collate([dict(sample) for sample in batch], collate_fn_map=collate_fn_map))
+    return {
+        name: column if isinstance(column, torch.Tensor) else collate(list(column), collate_fn_map=collate_fn_map)
+        for name, column in batch.columns.items()
+    }
+
+
+# The way that the documentation of default_collate names to extend it.
+default_collate_fn_map[_OfBatch] = _collated
 
 
 def initialised() -> bool:
@@ -209,22 +226,6 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a stored dtype; int64 for dates and durations, which are stored so."""
     dtype = np.dtype(name)
     return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
-
-
-def empty_tensors(tensors: dict[str, torch.Tensor]) -> Empty:
-    """Return the function by which :func:`~cachetool.loaders.read.gather.gather` makes columns that are tensors.
-
-    The function puts each tensor into ``tensors`` by the name of its field.
-    """
-
-    def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        if field.kind in ("bytes", "str"):
-            return np.empty(shape, dtype=np.uint8)
-        tensor = tensors[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
-        array: npt.NDArray[Any] = tensor.numpy().view(field.numpy)
-        return array
-
-    return empty
 
 
 def finished(field: Field, column: Column, tensor: torch.Tensor | None = None) -> torch.Tensor | TensorList | list[Any]:

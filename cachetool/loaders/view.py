@@ -91,16 +91,19 @@ class View:
         object.__setattr__(self, "starts", starts)
 
     @classmethod
-    def of_snapshot(cls, snapshot: Snapshot) -> View:
-        """Return the view of a leased snapshot."""
+    def of_snapshot(cls, snapshot: Snapshot, before: View | None = None) -> View:
+        """Return the view of a leased snapshot. Shard files that the view ``before`` has too are the same objects."""
         where = str(snapshot.folder)
-        columns = snapshot.columns("id", "format", "samples", "content", "digest")
-        parts = tuple(
-            ShardFile(id, format, samples, content, f"{where}/{id}", "", digest)
-            for id, format, samples, content, digest in columns
-        )
+        have = {} if before is None else {part.id: part for part in before.parts}
+        parts = []
+        for id, format, samples, content, digest in snapshot.columns("id", "format", "samples", "content", "digest"):
+            part = have.get(id)
+            # Compared, because a repair may correct the row of a shard.
+            if part is None or part[1:4] != (format, samples, content) or part.digest != digest:
+                part = ShardFile(id, format, samples, content, f"{where}/{id}", "", digest)
+            parts.append(part)
         with snapshot.understood():
-            return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts, snapshot.in_parts)
+            return cls(snapshot.version, snapshot.dataset, snapshot.schema, tuple(parts), snapshot.in_parts)
 
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:

@@ -14,7 +14,7 @@ import numpy as np
 from cachetool.cache import CacheDir, Facts, Origin
 from cachetool.core.block import Block
 from cachetool.core.schema import Field, Schema
-from cachetool.formats import get_format
+from cachetool.formats.compression import compressed
 from cachetool.formats.shard import ShardFiles, shard_bound
 
 SMALL = Schema(
@@ -27,6 +27,13 @@ SMALL = Schema(
     )
 )
 """One field of each kind."""
+
+WIDE = Schema(
+    (Field("x", "<f4", (800,)), Field("when", "<M8[us]", (150,)), Field("number", "<i8"), Field("words", "str"))
+)
+"""Arrays of more than 1 KiB, a number and a text."""
+NUMBERS = 1200
+"""Samples of :data:`WIDE` in a cache: more than one system call writes."""
 
 KEYED = Schema((Field("__key__", "str"), Field("number", "<i8")))
 """Samples that have their own key."""
@@ -97,13 +104,11 @@ def put_samples(
     compression: str | None = None,
 ) -> str:
     """Commit one shard of these samples. Return its id."""
-    kind, block = get_format(format), Block.from_samples(schema, samples)
+    kind, block = compressed(format, compression), Block.from_samples(schema, samples)
     cache.declare(dataset, schema)
     bound = shard_bound(kind, schema, block.samples, block.nbytes)
     with cache.stage(dataset=dataset, schema=schema, format=format, bound=bound) as staging:
-        files = ShardFiles(
-            staging.path, kind, schema, samples=block.samples, nbytes=block.nbytes, compression=compression
-        )
+        files = ShardFiles(staging.path, kind, schema, samples=block.samples, nbytes=block.nbytes)
         files.write(block)
         facts = files.facts()
         row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)

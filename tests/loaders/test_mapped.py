@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from cachetool.loaders.read import mapped as module
 from cachetool.loaders.read.arena import Arena, Memory
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.settings import EpochPlan
 from cachetool.loaders.view import ShardFile, View
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
@@ -181,6 +184,86 @@ def test_parts_of_the_next_view_keep_their_maps_and_other_maps_are_removed(cache
     assert {path for path in before if path not in after} == {path for path in before if old.parts[0].id in path}
     assert all(after[path] == place for path, place in before.items() if path in after)
     assert len(after) == 3  # data of each part; the small extents were copied
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("name", ["lmdb", "zarr"])
+def test_parts_that_are_opened_one_after_another_have_the_values_of_parts_opened_together(
+    name: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
+        for start in range(0, 40, 8):
+            compression = "zstd" if name == "zarr" and start == 16 else None
+            put(cache, range(start, start + 8), format=name, schema=EVERY, compression=compression)
+        view = view_of(cache)
+    order = np.random.default_rng(0).permutation(40).tolist()
+    monkeypatch.setattr(module, "_EAGER", 0)
+    parts = MappedParts(maps=not reads)
+    for at in range(0, 40, 2):
+        expected = [digest(EVERY, sample(EVERY, number)) for number in order[at : at + 2]]
+        assert gathered(view, order[at : at + 2], parts) == expected
+    parts.close()
+
+
+def test_of_many_parts_only_the_first_and_those_of_the_samples_are_opened(
+    cache: CacheDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in range(60, 120, 20):
+        put(cache, range(start, start + 20))
+    monkeypatch.setattr(module, "_EAGER", 2)
+    parts = MappedParts()
+    assert gathered(view_of(cache), [90], parts) == numbered(90)
+    assert len(maps(cache.layout.shards)) == 3
+    assert gathered(view_of(cache), [*range(120)], parts) == numbered(*range(120))
+    parts.close()
+
+
+def test_the_new_parts_of_the_next_view_are_opened_before_it_begins(cache: CacheDir) -> None:
+    parts, before = MappedParts(), view_of(cache)
+    gathered(before, [0], parts)
+    put(cache, range(60, 80))
+    after = view_of(cache)
+    parts.prepare(after)
+    assert {part.id for part in after.parts} == {Path(path).parent.name for path in maps(cache.layout.shards)}
+    assert gathered(before, [59], parts) == numbered(59)
+    parts.keep(after)
+    assert gathered(after, [0, 79], parts) == numbered(0, 79)
+    parts.close()
+
+
+def test_a_damaged_part_of_the_next_view_is_reported_when_that_view_is_read(cache: CacheDir) -> None:
+    parts = MappedParts()
+    gathered(view_of(cache), [0], parts)
+    id = put(cache, range(60, 80))
+    after = view_of(cache)
+    (cache.layout.shards / id / EXTENTS_FILE).write_bytes(b"damaged")
+    parts.prepare(after)
+    with pytest.raises(CorruptError, match=id):
+        gathered(after, [79], parts)
+    parts.close()
+
+
+def test_only_new_shards_of_a_view_are_sent_to_a_feeder(cache: CacheDir) -> None:
+    with cache.snapshot() as snapshot:
+        before = View.of_snapshot(snapshot)
+        version = snapshot.version, snapshot.stamp
+    sent = EpochPlan.from_json(json.loads(json.dumps(EpochPlan(1, 0, before).to_json()))).view
+    put(cache, range(60, 80))
+    first, last = before.parts[0].id, cache.shards()[-1].id
+    with cache.snapshot(known=version) as snapshot:
+        after = View.of_snapshot(snapshot, before)
+        assert snapshot.has([first, last])
+        assert not snapshot.has([first, "0" * 16])
+    text = json.dumps(EpochPlan(2, 1, after).to_json(before))
+    assert first not in text
+    assert last in text
+    received = EpochPlan.from_json(json.loads(text), sent).view
+    assert received == after == view_of(cache)
+
+    fewer = replace(after, parts=after.parts[2:] + after.parts[:1])
+    text = json.dumps(EpochPlan(3, 2, fewer).to_json(after))
+    assert last not in text
+    assert EpochPlan.from_json(json.loads(text), received).view == fewer
 
 
 def test_only_files_of_the_requested_fields_are_mapped(tmp_path: Path) -> None:

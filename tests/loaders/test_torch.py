@@ -9,7 +9,7 @@ import pytest
 
 from cachetool.cache import open_cache
 from tests.loaders.conftest import run_script
-from tests.loaders.numbered import EVERY, SMALL, digests, leases, put
+from tests.loaders.numbered import EVERY, NUMBERS, SMALL, WIDE, digests, leases, put
 
 MIXED, LMDB = range(63), range(60)
 
@@ -185,8 +185,20 @@ def test_a_batch_stacks_numbers_and_lists_other_values(single: dict[str, Any]) -
     assert single["empty"] == 0
 
 
+def test_workers_hand_over_the_tensors_that_samples_were_copied_into(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
+        put(cache, range(NUMBERS), schema=WIDE)
+
+    out = run_script("torch_batches.py", tmp_path / "cache")
+
+    assert out["batches"] == [[True] * 4] * 4
+    assert out["picked"] == [[NUMBERS - 1, 0, 0], [NUMBERS - 1, 1]]
+
+
 def test_bad_indices_and_arguments_are_refused_and_leave_no_lease(single: dict[str, Any]) -> None:
-    assert all(message.startswith("IndexError") for message in single["outside"])
+    assert single["outside"] == [
+        f"IndexError: index {n} is outside a dataset of 81 samples" for n in (81, -82, -(2**70))
+    ]
     assert "indices of two snapshots" in single["two snapshots"]
     assert "no dataset 'nothere'" in single["no dataset"]
     assert "no field 'nothing'" in single["unknown field"]

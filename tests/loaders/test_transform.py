@@ -255,5 +255,5 @@ def test_values_of_different_shapes_for_a_fixed_field_are_refused_with_padding_a
     loader = Loader(cache, workers=workers, transform=tokens, **OPTIONS)
     with loader, pytest.raises(UsageError) as told:
         next(iter(loader))
-    said = r"^transform= must return .*; pad 'ids' to one shape: only fields that are ragged in the cache may vary"
+    said = r"^transform= must return .*; pad 'ids' to one shape, or name it in pad= or varlen= of the loader: of the"
     assert re.match(said, str(told.value))

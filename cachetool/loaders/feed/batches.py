@@ -27,14 +27,17 @@ import numpy.typing as npt
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import CorruptError
 from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.text import shown
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.reading import compare_checksums
 from cachetool.formats.runs import Int64s
 from cachetool.formats.shard import check_content, stored_checksums
+from cachetool.loaders.feed.decoders import Decoders, Named
 from cachetool.loaders.feed.transform import Transform
 from cachetool.loaders.order import RUN_BYTES, EpochOrder
-from cachetool.loaders.read.gather import gather, new_array
+from cachetool.loaders.padding import Layout
+from cachetool.loaders.read.gather import Empty, gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
 from cachetool.loaders.selection import selection
@@ -117,9 +120,13 @@ class Sink(Protocol):
 
 
 class Mailbox:
-    """The plans that a feeder has received and not begun."""
+    """The plans that a feeder has received and not begun.
 
-    def __init__(self) -> None:
+    ``prepare`` is called with the view of a plan that follows another one, in a thread of its own.
+    """
+
+    def __init__(self, prepare: Callable[[View], None]) -> None:
+        self._prepare = prepare
         self._changed = threading.Condition()
         self._plans: deque[EpochPlan] = deque()
         self._least = self._newest = 0
@@ -138,6 +145,9 @@ class Mailbox:
             if plan.generation > self._newest:
                 self._plans.append(plan)
                 self._newest = plan.generation
+                if plan.follows and plan.view is not None:
+                    # In a thread, because the caller listens for further messages.
+                    threading.Thread(target=self._prepare, args=(plan.view,), daemon=True).start()
             self._changed.notify_all()
 
     def is_over(self, plan: EpochPlan) -> bool:
@@ -161,11 +171,11 @@ def work(
     number: int,
     feeders: int,
     made: Callable[[int], None],
-    soon: float,
+    soon: Callable[[], float],
 ) -> NoReturn:
     """Make the batches of feeder ``number`` of ``feeders``, plan after plan.
 
-    ``made`` is called when about ``soon`` seconds of work are left of a plan, and at the latest after its last batch.
+    ``made`` is called when about ``soon()`` seconds of work are left of a plan, and at the latest after its last batch.
     It must not fail.
     """
     maker = Maker(settings, sink, places, transform)
@@ -184,7 +194,7 @@ def work(
             # takes them, so their rate says little about the seconds that are left.
             if not reported and 3 * left <= committed:
                 seconds = time.perf_counter() - began
-                if seconds * left <= soon * committed:
+                if seconds * left <= soon() * committed:
                     reported = True
                     made(plan.generation)
 
@@ -196,6 +206,9 @@ class Maker:
         self._settings, self._sink, self._places, self._transform = settings, sink, places, transform
         self._selection = selection(settings)
         self._checks = Checks() if settings.verify else None
+        self._decoders = Decoders(settings.decode, seed=settings.seed) if settings.decode else None
+        laid_out = settings.pad or settings.varlen
+        self._layout = Layout(settings.pad, settings.varlen, sink.values) if laid_out else None
         self._view_schema: Schema | None = None
         self._fields: Schema | None = None
 
@@ -219,11 +232,18 @@ class Maker:
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
-            # Without a transform and without checks values are copied once, straight into the sink.
-            # Otherwise they need memory of their own first.
-            direct = self._transform is None and self._checks is None
-            empty = self._sink.values if direct else new_array
             chosen = None if self._selection is None else self._selection.chosen(view)
+            decoders, layout, given = self._decoders, self._layout, schema
+            if decoders is not None and count:
+                given = decoders.schema(schema, functools.partial(self._first, view, schema, chosen))
+            # Without a transform and without checks values are copied, decoded or laid out once,
+            # straight into the sink. Otherwise they need memory of their own first.
+            direct = self._transform is None and self._checks is None and (decoders is None or layout is None)
+            empty: Empty = self._sink.values if direct else new_array
+            if direct and decoders is not None:
+                empty = decoders.stored_in(empty)
+            elif direct and layout is not None:
+                empty = layout
             steps = np.arange(number, count, feeders, dtype=np.int64)
             for numbers, indices in announced(
                 plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
@@ -235,8 +255,12 @@ class Maker:
                     if not opened:
                         return
                     if direct:
-                        self._sink.begin(schema)
+                        self._sink.begin(given if layout is None else layout.begin(schema, at))
                         columns = next(gathered)
+                        if layout is not None:
+                            columns = layout.complete(columns)
+                        elif decoders is not None:
+                            columns = self._decoded(plan, view, at, columns, empty=self._sink.values)
                     else:
                         columns = self._handed(plan, view, at, Block(schema, next(gathered)))
                     self._sink.commit(plan.generation, step, columns)
@@ -250,29 +274,71 @@ class Maker:
                 self._sink.fail(plan.generation, step, described(error))
 
     def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
-        """Check and transform samples that were gathered into plain memory, and copy the result into the sink."""
+        """Check, decode and transform samples that were gathered into plain memory, and copy the result into the
+        sink."""
         if self._checks is not None:
             # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
         if self._transform is not None:
             block = self._transformed(self._transform, plan, view, indices, block)
-        self._sink.begin(block.schema)
+        else:
+            block = self._unpacked(plan, view, indices, block)
+        layout = self._layout
+        self._sink.begin(block.schema if layout is None else layout.begin(block.schema, indices))
         for field in block.schema:
+            if layout is not None and field.name in layout.fields:
+                continue
             column = block.columns[field.name]
             values = column.values if isinstance(column, Ragged) else column
             self._sink.values(field, values.shape)[...] = values
-        return block.columns
+        return block.columns if layout is None else layout.complete(block.columns)
 
     def _transformed(self, transform: Transform, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
         if len(indices):
-            return transform(block, epoch=plan.epoch, indices=indices)
+            return transform(self._unpacked(plan, view, indices, block), epoch=plan.epoch, indices=indices)
         # The last samples went to other ranks, so this batch is empty. A transform must not be
         # called with no samples; one sample of another rank shows which fields it returns.
         if (nothing := transform.nothing()) is None:
             other = np.zeros(1, dtype=np.int64)
             one = Block(block.schema, gather(view, other, self._places, block.schema))
+            one = self._unpacked(plan, view, other, one)
             nothing = transform(one, epoch=plan.epoch, indices=other).take([])
         return nothing
+
+    def _unpacked(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
+        """Return the samples with decoded values, in plain memory."""
+        if self._decoders is None:
+            return block
+        columns = self._decoded(plan, view, indices, block.columns, empty=new_array)
+        return Block(
+            self._decoders.schema(block.schema, functools.partial(self._first, view, block.schema, None)), columns
+        )
+
+    def _decoded(
+        self, plan: EpochPlan, view: View, indices: Int64s, columns: Mapping[str, Column], *, empty: Empty
+    ) -> dict[str, Column]:
+        assert self._decoders is not None
+        named = self._named(view, indices)
+        return self._decoders.decoded(columns, epoch=plan.epoch, indices=indices, named=named, empty=empty)
+
+    def _first(self, view: View, schema: Schema, chosen: Int64s | None) -> tuple[Block, Named]:
+        """Return the first sample of an epoch, the same for all feeders and ranks, and its name."""
+        index = np.zeros(1, dtype=np.int64) if chosen is None else chosen[:1]
+        return Block(schema, gather(view, index, self._places, schema)), self._named(view, index)
+
+    def _named(self, view: View, indices: Int64s) -> Named:
+        """Return a function that names one of these samples for a message: by file, number and key."""
+
+        def name(at: int) -> str:
+            numbers, within = view.find(indices[at : at + 1])
+            key = ""
+            if KEY in view.schema:
+                schema = view.schema.select([KEY])
+                columns = gather(view, indices[at : at + 1], self._places, schema)
+                key = f" ({shown(Block(schema, columns).sample(0)[KEY])})"
+            return f"{_file(view.parts[int(numbers[0])])}: sample {int(within[0])}{key}"
+
+        return name
 
 
 def _indices_of_steps(

@@ -214,6 +214,11 @@ class _Listener(Protocol):
         """Note that all batches of a plan, or nearly all, are made here. The main thread calls this."""
         ...
 
+    @property
+    def ahead(self) -> float:
+        """Seconds that the next plan will take, by the last one."""
+        ...
+
 
 def main() -> None:
     """Serve the training process that holds the other end of stdin, until that process ends."""
@@ -242,7 +247,11 @@ def main() -> None:
     for fd in set(others).difference([rings[number]] if number else [rings[0], answers, lines.fd]):
         os.close(fd)
     raise_limit()
-    mailbox = Mailbox()
+    if settings.decode:
+        # OpenCV would start a thread for each processor in each feeder. Read when OpenCV is imported.
+        os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")
+    places = MappedParts(alone=True)
+    mailbox = Mailbox(places.prepare)
     listener: _Listener
     if number == 0:
         # Only the leader uses the catalog, whose modules take 60 ms to import.
@@ -252,19 +261,17 @@ def main() -> None:
     else:
         listener = _Follower(mailbox, Lines(*plans))
     threading.Thread(target=_listen, args=(listener, life), daemon=True).start()
-    transform = (
-        Transform(loads(function), transform_each=settings.transform_each, seed=settings.seed) if function else None
-    )
+    transform = Transform(loads(function), settings) if function else None
     work(
         settings,
         mailbox,
         SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings)),
-        MappedParts(alone=True),
+        places,
         transform=transform,
         number=number,
         feeders=len(rings),
         made=listener.made,
-        soon=_SOON,
+        soon=lambda: max(_SOON, listener.ahead),
     )
 
 
@@ -322,6 +329,8 @@ class _Follower:
                 self._received = plan.view or self._received
                 self._mailbox.put(plan)
         os._exit(0)
+
+    ahead = 0.0
 
     def made(self, generation: int) -> None:
         """Do nothing: only the leader needs to know."""

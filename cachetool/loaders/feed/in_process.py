@@ -56,7 +56,7 @@ class InProcess:
         self._timer: threading.Timer | None = None
         self._snapshots = EpochSnapshots(settings, self._published)
         self._sink, self._places = _Sink(), MappedParts(maps=False)
-        function = transform and Transform(transform, transform_each=settings.transform_each, seed=settings.seed)
+        function = transform and Transform(transform, settings)
         self._maker = Maker(settings, self._sink, self._places, function)
         self._batches: Iterator[object] = iter(())
         self._making = False

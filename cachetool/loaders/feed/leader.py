@@ -49,6 +49,12 @@ class Leader:
         self._sent: View | None = None
         self._pending: tuple[dict[str, Any], Talk] | None = None
 
+    @property
+    def ahead(self) -> float:
+        """Seconds that the next plan will take, by the last one."""
+        # At most a second: later samples are fresher, and a busy disk must not take the snapshot much earlier.
+        return min(1.0, self._snapshots.seconds)
+
     def made(self, generation: int) -> None:
         """Note that all batches of a plan, or nearly all, are made. The main thread calls this."""
         self._made_generation = generation

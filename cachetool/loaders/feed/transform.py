@@ -20,6 +20,7 @@ from cachetool.core.block import Block, Column, Ragged, masked
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import KEY, Field, Schema, storage_dtype
 from cachetool.loaders.order import Int64s
+from cachetool.loaders.settings import Settings
 from cachetool.proc.lines import TransformError
 
 __all__ = ["Function", "Transform", "dumps", "loads"]
@@ -64,8 +65,10 @@ class Transform:
     the first sample for a batch) decide its numbers.
     """
 
-    def __init__(self, function: Function, *, transform_each: str, seed: int) -> None:
-        self._function, self._batch, self._seed = function, transform_each == "batch", seed
+    def __init__(self, function: Function, settings: Settings) -> None:
+        self._function, self._batch, self._seed = function, settings.transform_each == "batch", settings.seed
+        # The user says that these differ in shape, so a first batch of equal shapes fixes nothing.
+        self._ragged = settings.laid_out
         self._random = _takes_rng(function)
         self._schema: Schema | None = None
 
@@ -90,7 +93,7 @@ class Transform:
                 before[name].append(sample[name])
             results.append(self._call(sample, epoch, number))
         if self._schema is None:
-            self._schema = _schema(results, before)
+            self._schema = _schema(results, before, self._ragged)
         return _checked(self._schema, results, block.schema)
 
     def nothing(self) -> Block | None:
@@ -138,7 +141,7 @@ class Transform:
             if _says_nothing(result[name], listed=self._schema is None):
                 columns[name] = _nothing(name, likely.get(name))
             else:
-                ragged = name in fields and fields[name].kind == "ragged"
+                ragged = name in self._ragged or (name in fields and fields[name].kind == "ragged")
                 columns[name] = _column(name, result[name], kept, ragged=ragged)
         schema = _together([field for field, _ in columns.values()])
         self._schema = self._schema or schema
@@ -223,17 +226,20 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]) -> Schema:
+def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]], ragged: frozenset[str]) -> Schema:
     """Return the schema of the first batch's results; ``given`` has the ragged values of its samples.
 
-    A field stays ragged when its first value was passed through, when its values still differ in shape, or when its
-    only value has the shape it had. Under another name a field stays ragged when all values were passed through.
+    The fields ``ragged`` are ragged in any case. Another field stays ragged when its first value was passed through,
+    when its values still differ in shape, or when its only value has the shape it had. Under another name a field stays
+    ragged when all values were passed through.
     """
 
     def of(name: str, value: Any) -> Field:
         field = _field(name, value)
         if not field.shape:
             return field
+        if name in ragged:
+            return _ragged(field)
         values = [result.get(name) for result in results]
         if name in given:
             return _ragged(field) if value is given[name][0] or _still(values, given[name]) else field
@@ -285,7 +291,10 @@ def _pad(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) ->
         if None not in field.shape and any(np.shape(result[field.name]) != field.shape for result in results):
             if field.name in ragged:
                 return f"; in the first batch {field.name!r} had one shape: pad the others too, or use larger batches"
-            return f"; pad {field.name!r} to one shape: only fields that are ragged in the cache may vary"
+            return (
+                f"; pad {field.name!r} to one shape, or name it in pad= or varlen= of the loader: of the others only"
+                " fields that are ragged in the cache may vary"
+            )
     return ""
 
 

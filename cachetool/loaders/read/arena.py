@@ -72,17 +72,19 @@ def _libc(name: str) -> Callable[[int, int, Any], int]:
 
 
 @functools.cache
-def _libc_mmap() -> Callable[[int, int, int, int, int, int], int]:
-    function = ctypes.CDLL(None, use_errno=True).mmap
+def _libc_mmap(*, keeps_gil: bool) -> Callable[[int, int, int, int, int, int], int]:
+    function = (ctypes.PyDLL if keeps_gil else ctypes.CDLL)(None, use_errno=True).mmap
     # Without a result type ctypes would cut the address down to 32 bits.
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     return function
 
 
-def map_at(address: int, length: int, protection: int, flags: int, fd: int, offset: int = 0) -> bool:
+def map_at(
+    address: int, length: int, protection: int, flags: int, fd: int, offset: int = 0, *, keeps_gil: bool = False
+) -> bool:
     """Map a file over part of a range that :func:`reserve` returned. Return False when the kernel refuses."""
-    return _libc_mmap()(address, length, protection, flags | _FIXED, fd, offset) != _FAILED
+    return _libc_mmap(keeps_gil=keeps_gil)(address, length, protection, flags | _FIXED, fd, offset) != _FAILED
 
 
 def huge_pages(address: int, nbytes: int) -> None:

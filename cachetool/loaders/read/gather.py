@@ -29,9 +29,11 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_library
+from cachetool.loaders.padding import Layout
 from cachetool.loaders.view import ShardFile, View
 
 if TYPE_CHECKING:
+    from cachetool.loaders.read.framed import Framed
     from cachetool.loaders.read.unmapped import Unmapped
 
 __all__ = [
@@ -66,8 +68,9 @@ class Runs(NamedTuple):
     """Bytes of each value, (k,); None for a fixed field, whose values all have the same size."""
     shapes: Int64s | None = None
     """Shape of each value of a ragged field, (k, rank)."""
-    unmapped: Unmapped | None = None
-    """The files that have the values, if these are not in a buffer: ``starts`` are then positions in the files."""
+    unmapped: Unmapped | Framed | None = None
+    """The files that have the values, if these are not in a buffer: ``starts`` are then positions in the files, or
+    in the values before compression."""
 
     def slice(self, start: int, stop: int) -> Runs:
         """Return the positions of samples ``start`` to ``stop`` alone."""
@@ -301,13 +304,16 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
             shapes[rows] = field_runs.shapes
     starts = ends(sizes)
     itemsize = field.numpy.itemsize
-    values = empty(field, (int(starts[-1]) // itemsize,))
+    if shapes is not None and isinstance(empty, Layout) and (place := empty.place(field, shapes)) is not None:
+        values, to_starts, sizes = place
+    else:
+        values, to_starts = empty(field, (int(starts[-1]) // itemsize,)), starts[:-1]
     for to, runs in located:
         field_runs, rows = runs[field.name], slice(None) if to is None else to
         if field_runs.unmapped is not None:
-            field_runs.unmapped.read(as_bytes(values), starts[:-1][rows], field_runs.starts, sizes[rows])
+            field_runs.unmapped.read(as_bytes(values), to_starts[rows], field_runs.starts, sizes[rows])
         else:
-            copy_runs(as_bytes(values), starts[:-1][rows], field_runs.buffer, field_runs.starts, sizes[rows])
+            copy_runs(as_bytes(values), to_starts[rows], field_runs.buffer, field_runs.starts, sizes[rows])
     return Ragged(values, starts // itemsize, shapes)
 
 

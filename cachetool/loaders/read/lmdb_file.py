@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.files import map_file
 from cachetool.formats.runs import Int64s, ends
-from cachetool.loaders.read.gather import OpenPart, Runs, open_by_library
+from cachetool.loaders.read.gather import OpenPart, Runs
 from cachetool.loaders.snapshots.plain_files import FileSubscription
 from cachetool.loaders.view import ShardFile, View
 
-__all__ = ["RAW", "is_lmdb", "only_lmdb", "open_lmdb", "subscribe_file"]
+__all__ = ["RAW", "is_lmdb", "only_lmdb", "open_foreign", "subscribe_file"]
 
 RAW = Schema((Field("key", "bytes"), Field("value", "bytes")))
 """The schema of the samples of a foreign file."""
@@ -83,11 +83,9 @@ def only_lmdb(view: View) -> None:
         )
 
 
-def open_lmdb(part: ShardFile, schema: Schema) -> OpenPart:
-    """Open a shard through py-lmdb."""
-    if part.format == _FOREIGN:
-        return _ForeignPart(part.folder / part.file)
-    return open_by_library(part, schema)
+def open_foreign(part: ShardFile, schema: Schema) -> OpenPart:
+    """Open a foreign file through py-lmdb."""
+    return _ForeignPart(part.folder / part.file)
 
 
 class _ForeignPart:
@@ -101,18 +99,20 @@ class _ForeignPart:
             # LMDB finds a value by its key, not by its number, so the order of the keys must be
             # known here.
             keys = list(cursor.iternext(keys=True, values=False))
-        self._starts = ends(np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))).tolist()
-        # One bytes object with offsets: a list of millions of keys would take several times their
-        # bytes.
+        # One bytes object and an array of offsets: lists of millions of keys and numbers would take several times their
+        # bytes, in each worker.
+        self._starts = ends(np.fromiter(map(len, keys), dtype=np.int64, count=len(keys)))
         self._keys = b"".join(keys)
 
     def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
-        keys = [self._keys[self._starts[i] : self._starts[i + 1]] for i in within.tolist()]
-        columns = {"key": keys}
+        bounds = zip(self._starts[within].tolist(), self._starts[within + 1].tolist(), strict=True)
+        keys = [self._keys[start:stop] for start, stop in bounds]
+        columns = {"key": _joined(keys)}
         if "value" in schema:
-            with self._environment.env.begin() as txn:
-                columns["value"] = [txn.get(key) for key in keys]
-        return {name: _joined(columns[name]) for name in schema.names}
+            # buffers=True: the values are views of the map, which only the join copies. They end with the transaction.
+            with self._environment.env.begin(buffers=True) as txn:
+                columns["value"] = _joined([txn.get(key) for key in keys])
+        return {name: columns[name] for name in schema.names}
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
@@ -120,6 +120,6 @@ class _ForeignPart:
             environment.close()
 
 
-def _joined(values: list[bytes]) -> Runs:
+def _joined(values: Sequence[bytes | memoryview]) -> Runs:
     starts = ends(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
     return Runs(np.frombuffer(b"".join(values), dtype=np.uint8), starts[:-1], np.diff(starts), None)

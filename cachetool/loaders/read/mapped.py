@@ -14,16 +14,20 @@ and all processes share them. Maps of parts that are in the next view too stay, 
 speed: each of its pages costs a fault at first.
 
 The data of a part that got no map is read when a batch needs it (:mod:`cachetool.loaders.read.unmapped`). Its positions
-are computed in the same way. A compressed part is read by :class:`~cachetool.loaders.read.gather.Parts`.
+are computed in the same way. So are those of a compressed part, whose data is decoded
+(:mod:`cachetool.loaders.read.framed`). A part without extents is read by
+:class:`~cachetool.loaders.read.gather.Parts`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,12 +35,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Column
-from cachetool.core.errors import CorruptError
-from cachetool.core.extents import Extents
+from cachetool.core.errors import CacheToolError, CorruptError
+from cachetool.core.extents import Extents, Frames
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.files import map_file, missing_is_corrupt, not_plain, open_plain, refuse_links
+from cachetool.formats.frames import Scratch, check_frames
 from cachetool.formats.runs import Bytes, Int64s, Rows
 from cachetool.loaders.read.arena import Arena, Memory, open_arena
+from cachetool.loaders.read.framed import Framed
 from cachetool.loaders.read.gather import (
     Empty,
     Located,
@@ -128,7 +134,7 @@ _AT_ONCE = 4096
 # The look-up table of parts has at most so many entries a part. With parts of very unequal sizes it
 # would be large, and a search is used instead.
 _RUNS = 16
-_MAPPED, _READ, _BY_LIBRARY = range(3)
+_MAPPED, _READ, _FRAMED, _BY_LIBRARY, _UNOPENED = range(5)
 """The way in which the data of a part is read."""
 # The part of the maps of a process that the files may bring it to: in a feeder, which needs none
 # for anything else, and beside a user's program.
@@ -142,14 +148,16 @@ _ROW = 7
 """Numbers of a field in a part: index of its file; start and stride; origin of its offsets; bytes of a value;
 origins of its sizes and of its shapes. An origin is the place of a column in the range, counted in values; -1 if
 there is none."""
-# A part that its library reads is never looked up here, but all parts need a row for the table.
-_NOWHERE = struct.pack("7q", 0, 0, 0, -1, 0, -1, -1)
+_EAGER = 256
+"""Parts of a view that are opened at once. So most caches report a missing or damaged file at the first batch, and the
+way in which the parts are read is known."""
 
 
 class MappedParts:
     """The open parts of this process, mapped side by side; a :class:`~cachetool.loaders.read.gather.Places`.
 
-    All parts of a view are opened when its first samples are located. A pickled copy shares nothing with the original.
+    A part is opened when the first of its samples is located; of a new view the first parts are opened at once. A
+    pickled copy shares nothing with the original.
 
     ``maps`` is false where no data shall be mapped. ``alone`` is true in a process in which nothing else needs many
     maps or descriptors.
@@ -159,11 +167,18 @@ class MappedParts:
         self._maps, self._alone = maps, alone
         self._library_parts = Parts(open_by_library)
         self._changes = 0
+        # The thread of a feeder that receives plans opens the parts of the next view (:meth:`prepare`).
+        self._opening = threading.RLock()
         self._descriptors = Descriptors(share=0.75 if alone else 0.25)
+        self._scratch = Scratch()
         self.close()
 
     def close(self) -> None:
         """Close all maps and files."""
+        with self._opening:
+            self._close()
+
+    def _close(self) -> None:
         self._changes += 1
         self._arena: Arena | Memory | None = None
         self._open: dict[str, _Opened] = {}
@@ -182,6 +197,32 @@ class MappedParts:
 
     def keep(self, view: View) -> None:
         """Close the parts that are not in ``view``."""
+        with self._opening:
+            self._keep(view)
+
+    def prepare(self, view: View) -> None:
+        """Open those parts of the next view that the present one lacks, beside the thread that makes batches.
+
+        The next epoch then begins without this work. An error is left to that epoch.
+        """
+        present, schema = self._view, self._schema
+        if present is None or schema is None or present.schema != view.schema:
+            return
+        with contextlib.suppress(CacheToolError, OSError):
+            for part in view.parts:
+                if part.id in self._open:
+                    continue
+                # For each part, so that the other thread never waits for more than one.
+                with self._opening:
+                    if self._schema is not schema or self._arena is None or self._arena.spent:
+                        return
+                    opened = self._opened(part, view.schema, schema, self._arena)
+                    # No map is left until old parts are closed; this part shall get one then.
+                    if opened is not None and opened.way == _READ and self._maps:
+                        self._open.pop(part.id).close(self._arena)
+                        return
+
+    def _keep(self, view: View) -> None:
         wanted = {part.id for part in view.parts}
         gone = [name for name in self._open if name not in wanted]
         if gone and self._arena is not None:
@@ -202,13 +243,15 @@ class MappedParts:
             # This call raises the IndexError with its message.
             view.find(indices)
         parts = self._parts_of(indices)
+        if self._unopened:
+            self._open_for(parts)
         if self._all_mapped:
             return [(None, self._runs(parts, indices))]
         located: Located = []
         ways = self._ways[parts]
-        for way in (_MAPPED, _READ):
+        for way in (_MAPPED, _READ, _FRAMED):
             if len(to := np.flatnonzero(ways == way)):
-                located.append((to, self._runs(parts[to], indices[to], unmapped=way == _READ)))
+                located.append((to, self._runs(parts[to], indices[to], way=way)))
         if self._any_by_library:
             others = np.flatnonzero(ways == _BY_LIBRARY)
             for group, runs in self._library_parts.locate(view, indices[others], schema):
@@ -298,16 +341,16 @@ class MappedParts:
         parts += indices >= self._ends.take(parts)
         return parts
 
-    def _runs(self, parts: npt.NDArray[np.intp], indices: Int64s, *, unmapped: bool = False) -> Mapping[str, Runs]:
+    def _runs(self, parts: npt.NDArray[np.intp], indices: Int64s, *, way: int = _MAPPED) -> Mapping[str, Runs]:
         by_field = {name: table.runs(parts, indices) for name, table in self._tables.items()}
-        if not unmapped:
+        if way == _MAPPED:
             return by_field
-        return {
-            name: runs
-            if (names := self._files.get(name)) is None
-            else runs._replace(unmapped=Unmapped(self._descriptors, self._parts, names, parts))
-            for name, runs in by_field.items()
-        }
+        for name, names in self._files.items():
+            where: Unmapped | Framed = Unmapped(self._descriptors, self._parts, names, parts)
+            if way == _FRAMED:
+                where = Framed(self._descriptors, self._scratch, self._parts, names, self._frames[name], parts)
+            by_field[name] = by_field[name]._replace(unmapped=where)
+        return by_field
 
     def _locate(self, indices: Int64s) -> Located:
         assert self._view is not None
@@ -316,6 +359,10 @@ class MappedParts:
 
     def _switch_to(self, view: View, schema: Schema) -> None:
         """Open the parts of ``view`` and compute its tables for the fields of ``schema``."""
+        with self._opening:
+            self._switch(view, schema)
+
+    def _switch(self, view: View, schema: Schema) -> None:
         self._forget()
         # Old parts are closed before new ones are opened, because both at once may be more maps
         # than a process may have.
@@ -328,28 +375,63 @@ class MappedParts:
             self._arena = open_arena(share=_ALONE if self._alone else _BESIDE)
         arena = self._arena
         arena.look()
-        opened = [self._opened(part, view.schema, schema, arena) for part in view.parts]
-        ways = [_BY_LIBRARY if part is None else part.way for part in opened]
-        self._ways = np.array(ways, dtype=np.int8)
-        self._any_by_library = _BY_LIBRARY in ways
-        self._all_mapped = not self._any_by_library and _READ not in ways
-        nothing = _NOWHERE * len(schema)
-        rows = b"".join([nothing if part is None else part.rows for part in opened])
-        numbers = np.frombuffer(rows, dtype=np.int64).reshape(len(opened), len(schema), _ROW)
+        count = len(view.parts)
+        self._ways = np.full(count, _UNOPENED, dtype=np.int8)
+        self._any_by_library, self._all_mapped = False, True
         firsts = view.starts[:-1]
-        self._tables = {field.name: _Table(field, firsts, numbers[:, at], arena) for at, field in enumerate(schema)}
-        self._files = {}
-        if _READ in ways:
-            for at, field in enumerate(schema):
-                if not field.is_scalar:
-                    files = numbers[:, at, 0].tolist()
-                    self._files[field.name] = [
-                        "" if part is None else part.names[file] for part, file in zip(opened, files, strict=True)
-                    ]
+        self._tables = {field.name: _Table(field, firsts) for field in schema}
+        self._files: dict[str, list[str]] = {}
+        self._frames: dict[str, list[Frames | None]] = {}
         self._parts = view.parts
         self._ends = view.starts[1:].copy()
         self._index()
+        at, others = list[int](), list[int]()
+        for number, part in enumerate(view.parts):
+            have = self._open.get(part.id)
+            (others if have is None or have.schema is not schema else at).append(number)
+        # The others are opened when a batch needs them. The first batch would wait for seconds if 10,000 parts were
+        # opened before it.
+        at += others[:_EAGER]
+        self._unopened = count - len(at)
+        self._enter(view, schema, arena, at)
         self._view, self._schema = view, schema
+
+    def _open_for(self, parts: npt.NDArray[np.intp]) -> None:
+        """Open those of these parts that are not open yet."""
+        missing = np.unique(parts[self._ways[parts] == _UNOPENED])
+        if len(missing):
+            with self._opening:
+                assert self._view is not None
+                assert self._schema is not None
+                assert self._arena is not None
+                self._enter(self._view, self._schema, self._arena, missing.tolist())
+                self._unopened -= len(missing)
+
+    def _enter(self, view: View, schema: Schema, arena: Arena | Memory, at: Sequence[int]) -> None:
+        """Open the parts with these numbers, and put the positions of their fields into the tables."""
+        opened = {
+            # Most parts of a view are open already; a call for each would take half of the time of a switch.
+            number: have
+            if (have := self._open.get(view.parts[number].id)) is not None and have.schema is schema
+            else self._opened(view.parts[number], view.schema, schema, arena)
+            for number in at
+        }
+        ways = [_BY_LIBRARY if part is None else part.way for part in opened.values()]
+        self._any_by_library |= _BY_LIBRARY in ways
+        self._all_mapped &= set(ways) <= {_MAPPED}
+        located = {number: part for number, part in opened.items() if part is not None}
+        rows = b"".join([part.rows for part in located.values()])
+        numbers = np.frombuffer(rows, dtype=np.int64).reshape(len(located), len(schema), _ROW)
+        places = np.fromiter(located, np.intp, len(located))
+        for index, field in enumerate(schema):
+            self._tables[field.name].put(places, numbers[:, index], arena)
+            if (_READ in ways or _FRAMED in ways) and not field.is_scalar:
+                names = self._files.setdefault(field.name, [""] * len(view.parts))
+                frames = self._frames.setdefault(field.name, [None] * len(view.parts))
+                for (number, part), file in zip(located.items(), numbers[:, index, 0].tolist(), strict=True):
+                    names[number], frames[number] = part.names[file], part.frames.get(field.name)
+        # Last, because a part counts as open only when its positions are in the tables.
+        self._ways[np.fromiter(opened, np.intp, len(opened))] = ways
 
     def _opened(self, part: ShardFile, view_schema: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
         """Return the part with the positions of these fields; None when it has no extents."""
@@ -418,7 +500,7 @@ def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Ex
 class _Opened:
     """One part: the checked positions of the fields asked for, and what is mapped and held of it."""
 
-    __slots__ = ("_at", "_held_bytes", "_maps", "names", "rows", "schema", "way")
+    __slots__ = ("_at", "_held_bytes", "_maps", "frames", "names", "rows", "schema", "way")
 
     def __init__(self, at: int | None, *, maps: bool) -> None:
         self._at = at
@@ -431,6 +513,8 @@ class _Opened:
         """The fields asked for."""
         self.rows = b""
         """:data:`_ROW` numbers for each field, as bytes."""
+        self.frames: dict[str, Frames] = {}
+        """The frames of the fields asked for, if the part is compressed."""
         self.way = _MAPPED if maps else _READ
 
     def look_at(self, part: ShardFile, extents: Extents, schema: Schema, arena: Arena | Memory) -> None:
@@ -438,6 +522,13 @@ class _Opened:
 
         Raises :class:`CorruptError` for files that are missing or short.
         """
+        self.frames = {f.name: frames for f in schema if (frames := extents.fields[f.name].frames) is not None}
+        if self._at is None:
+            # The buffer of extents that are not mapped is not kept, only the few arrays of it that are needed.
+            self.frames = {name: frames.copy() for name, frames in self.frames.items()}
+        # A compressed part is compressed in all its fields, and fields without bytes have no frames.
+        if self.frames:
+            self.way = _FRAMED
         if self.way == _MAPPED and not self._mapped(part, extents, schema, arena):
             # A part is mapped completely or not at all, because a group of samples is copied in one
             # way.
@@ -470,6 +561,12 @@ class _Opened:
         # A file that is not mapped counts as very long here. It shows its true size when it is
         # read.
         base, size = self._maps.get(place.file, (0, _FARTHEST))
+        if place.frames is not None:
+            check_frames(path, place.frames, field.name)
+            size = place.frames.total
+        elif self.way == _FRAMED:
+            # Only a field without bytes has no frames here.
+            size = 0
         sizes: Int64s | None = place.sizes
         # Every position is checked once, when a part is opened. A position outside the maps would
         # kill the process when a batch is copied.
@@ -483,7 +580,7 @@ class _Opened:
             # The size of the file is asked for, because the sizes of values come from extents that
             # may be damaged. Unchecked, memory for them would be asked for before the read could
             # fail.
-            if place.file not in self._maps:
+            if place.frames is None and place.file not in self._maps:
                 with missing_is_corrupt(path):
                     status = os.stat(path)
                 if not stat.S_ISREG(status.st_mode):
@@ -527,18 +624,33 @@ class _Numbers:
     """One number for each sample: ``start[part] + stride[part] * index``.
 
     In parts whose ``origin`` is 0 or more, ``table[origin[part] + index]`` is added. The first sample of part i has the
-    number ``firsts[i]``.
+    number ``firsts[i]``. The numbers of a part are known once they were :meth:`put`.
     """
 
-    def __init__(self, table: Int64s, firsts: Int64s, start: Int64s, stride: Int64s, origin: Int64s) -> None:
-        self._table = table
-        self._start = start - firsts * stride
-        self._stride = stride
+    def __init__(self, firsts: Int64s) -> None:
+        self._firsts, self._table = firsts, np.empty(0, dtype=np.int64)
+        self._start, self._stride, self._origin = (np.zeros(len(firsts), dtype=np.int64) for _ in range(3))
+        self._listed = np.zeros(len(firsts), dtype=np.bool_)
+        self._strides: set[int] = set()
         # One stride for all parts is the usual case, and spares a look-up for each sample.
-        self._one = int(stride[0]) if len(stride) and bool((stride == stride[0]).all()) else None
-        self._listed = origin >= 0
-        self._origin = np.where(self._listed, origin - firsts, 0)
-        self._any, self._all = bool(self._listed.any()), bool(self._listed.all())
+        self._one: int | None = None
+        self._any, self._all = False, True
+
+    def put(self, places: npt.NDArray[np.intp], table: Int64s, start: Int64s, stride: Int64s, origin: Int64s) -> None:
+        """Note the numbers of the parts at ``places``."""
+        if not len(places):
+            return
+        self._table = table
+        firsts, listed = self._firsts[places], origin >= 0
+        self._start[places] = start - firsts * stride
+        self._stride[places] = stride
+        self._listed[places] = listed
+        self._origin[places] = np.where(listed, origin - firsts, 0)
+        # Two are enough to know that there are several.
+        self._strides |= {int(stride.min()), int(stride.max())}
+        self._one = next(iter(self._strides)) if len(self._strides) == 1 else None
+        self._any |= bool(listed.any())
+        self._all &= bool(listed.all())
 
     def at(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Int64s:
         """Return the number of each sample. Sample ``indices[i]`` of the view is in the part ``parts[i]``."""
@@ -555,29 +667,31 @@ class _Numbers:
 
 
 class _Table:
-    """The positions of one field in all parts of a view. The first sample of part i has the number ``firsts[i]``.
+    """The positions of one field in all parts of a view. The first sample of part i has the number ``firsts[i]``."""
 
-    ``rows`` has :data:`_ROW` numbers for each part.
-    """
-
-    def __init__(self, field: Field, firsts: Int64s, rows: Int64s, arena: Arena | Memory) -> None:
-        self._table = arena.bytes[: len(arena.bytes) & -8].view(np.int64)
-        self._buffer = _values(arena.bytes, field) if field.is_scalar else arena.bytes
-        self._sizes: _Numbers | None = None
-        self._shapes: _Numbers | None = None
+    def __init__(self, field: Field, firsts: Int64s) -> None:
+        self._field = field
+        # Samples can be located only in parts that were put, but a batch may have none.
+        self._table: Int64s = np.empty(0, dtype=np.int64)
+        self._buffer: npt.NDArray[Any] = np.empty(0, dtype=field.numpy if field.is_scalar else np.uint8)
+        self._starts = _Numbers(firsts)
+        self._sizes = None if field.kind == "fixed" else _Numbers(firsts)
+        self._shapes = _Numbers(firsts) if field.kind == "ragged" else None
         self._dimensions = np.arange(field.rank, dtype=np.int64)
-        # Copied to contiguous arrays, because they are looked up for each batch.
+
+    def put(self, places: npt.NDArray[np.intp], rows: Int64s, arena: Arena | Memory) -> None:
+        """Note the positions in the parts at ``places``. ``rows`` has :data:`_ROW` numbers for each of them."""
+        self._table = arena.bytes[: len(arena.bytes) & -8].view(np.int64)
+        self._buffer = _values(arena.bytes, self._field) if self._field.is_scalar else arena.bytes
+        # Copied to contiguous arrays, because NumPy computes with these in half the time.
         start, stride, offsets, nbytes, sizes, shapes = np.ascontiguousarray(rows.T[1:])
-        self._starts = _Numbers(self._table, firsts, start, stride, offsets)
-        if field.kind != "fixed":
-            none = np.zeros_like(start)
-            self._sizes = _Numbers(self._table, firsts, np.where(sizes < 0, nbytes, 0), none, sizes)
-        if field.kind == "ragged":
-            # The shapes of a part begin at its origin. A part that its library reads has none, and
-            # no shape of it is ever looked up.
-            self._shapes = _Numbers(
-                self._table, firsts, shapes, np.full_like(shapes, field.rank), np.full_like(shapes, -1)
-            )
+        self._starts.put(places, self._table, start, stride, offsets)
+        if self._sizes is not None:
+            self._sizes.put(places, self._table, np.where(sizes < 0, nbytes, 0), np.zeros_like(start), sizes)
+        if self._shapes is not None:
+            # The shapes of a part begin at its origin.
+            rank = np.full_like(shapes, self._field.rank)
+            self._shapes.put(places, self._table, shapes, rank, np.full_like(shapes, -1))
 
     def runs(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Runs:
         """Return the positions of the field for samples ``indices``, which are in ``parts``."""

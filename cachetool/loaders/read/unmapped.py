@@ -28,7 +28,7 @@ from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.read.gather import evicted_errors
 from cachetool.loaders.view import ShardFile
 
-__all__ = ["Descriptors", "Unmapped", "raise_limit"]
+__all__ = ["Descriptors", "Unmapped", "asleep_at", "raise_limit"]
 
 _MOST = 2**18
 """The maximum of kept descriptors."""
@@ -109,6 +109,25 @@ def _close(fds: dict[str, dict[str, int]]) -> None:
             os.close(fd)
 
 
+def asleep_at(fd: int, positions: Int64s) -> npt.NDArray[np.bool_]:
+    """Return a bool for each position of an open file: True if the kernel says that its page is not in memory."""
+    asleep, page = np.zeros(len(positions), dtype=np.bool_), bytearray(1)
+    if not _NOWAIT:
+        return asleep
+    for i, position in enumerate(positions.tolist()):
+        try:
+            # RWF_NOWAIT makes the read fail rather than wait for the disk, which tells what is in memory without a map
+            # of the file.
+            os.preadv(fd, (page,), position, _NOWAIT)
+        except BlockingIOError:
+            asleep[i] = True
+        # The file system does not support the flag. The page counts as being in memory, so nothing is read ahead, and
+        # the batch waits for the disk.
+        except OSError:
+            pass
+    return asleep
+
+
 class Unmapped:
     """The files in which the values of one field lie, for some samples. Value i is in the shard
     ``parts[numbers[i]]``."""
@@ -153,20 +172,9 @@ class Unmapped:
 
     def asleep(self, starts: Int64s) -> npt.NDArray[np.bool_]:
         """Return a bool for each position: True if the kernel says that its page is not in memory."""
-        asleep, page = np.zeros(len(starts), dtype=np.bool_), bytearray(1)
-        if not _NOWAIT:
-            return asleep
+        asleep = np.zeros(len(starts), dtype=np.bool_)
         for i, fd in self._opened():
-            try:
-                # RWF_NOWAIT makes the read fail rather than wait for the disk, which tells what is
-                # in memory without a map of the file.
-                os.preadv(fd, (page,), int(starts[i]), _NOWAIT)
-            except BlockingIOError:
-                asleep[i] = True
-            # The file system does not support the flag. The page counts as being in memory, so
-            # nothing is read ahead, and the batch waits for the disk.
-            except OSError:
-                pass
+            asleep[i] = asleep_at(fd, starts[i : i + 1])[0]
         return asleep
 
     def will_need(self, starts: Int64s, sizes: Int64s) -> None:

@@ -63,11 +63,15 @@ class EpochSnapshots:
         self._settings, self._publish = settings, publish
         self._selection = selection(settings)
         self._free: list[Subscription] = []
+        self._newest: Subscription | None = None
+        """The subscription that was asked for a view last."""
         self._view: View | None = None
         # The rows of the view's parts, kept because resuming needs them after the lease has ended.
         self._rows: Sequence[Sequence[Any]] = ()
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
+        self.seconds: float = 0.0
+        """Time that the last snapshot ahead took."""
         self._reading: _EpochSnapshot | None = None
         self._ahead: _EpochSnapshot | None = None
         self._awaited: set[str] = set()
@@ -252,9 +256,11 @@ class EpochSnapshots:
 
     def _take_ahead(self, epoch: int, resume: Resume | None = None, *, follows: bool) -> None:
         """Take the snapshot ahead. ``follows`` is true while feeders may still be making the current epoch."""
+        began = time.monotonic()
         snapshot = self._take(epoch, resume)
         self._ahead = replace(snapshot, plan=replace(snapshot.plan, follows=follows))
         self._publish(self._ahead.plan)
+        self.seconds = time.monotonic() - began
 
     def _cut(self) -> None:
         """Tell the feeders that the batches left of the current epoch need not be made."""
@@ -270,6 +276,9 @@ class EpochSnapshots:
         """Take a snapshot for an epoch. ``lease`` is one of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
+            if self._newest is not None:
+                lease.share(self._newest)
+            self._newest = lease
             if resume is not None:
                 # A snapshot for resuming evicts nothing for a pull: the shards that would be evicted
                 # may be those that it is to read.
@@ -334,6 +343,9 @@ class EpochSnapshots:
 
     def _open(self) -> Subscription:
         root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
+        # Files have one view for ever and no lease, so all epochs share a subscription.
+        if paths and self._newest is not None:
+            return self._newest
         if not paths:
             with open_cache(root, create=False) as cache:
                 names = cache.datasets()

@@ -58,6 +58,10 @@ class Subscription(Protocol):
         """Return True if there may be a newer view than this one. Takes no lease."""
         ...
 
+    def share(self, other: Subscription) -> None:
+        """Take over the view of another subscription of this dataset, so that its shards are not read again."""
+        ...
+
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
         """Count one epoch for the shards of the leased view, and note its times if they are known.
 
@@ -136,8 +140,14 @@ class CacheSubscription:
         # The same view for the same shards: listing 780 shards takes longer than the rest of a
         # snapshot.
         if self._view is None or not after.is_unchanged:
-            self._view, self._newest_seen = View.of_snapshot(after), (after.version, after.stamp)
+            self._view, self._newest_seen = View.of_snapshot(after, self._view), (after.version, after.stamp)
         return self._view
+
+    def share(self, other: Subscription) -> None:
+        """Take over the view of another subscription of this dataset, so that its shards are not read again."""
+        if other is not self and isinstance(other, CacheSubscription) and other._view is not None:
+            self._open()
+            self._view, self._newest_seen = other._view, other._newest_seen
 
     def _have(self, after: Snapshot) -> None:
         """Hold a new lease in place of the present one."""

@@ -45,6 +45,9 @@ class FileSubscription:
         """Return the view."""
         return self._view
 
+    def share(self, other: object) -> None:
+        """Do nothing: there is one view."""
+
     def now(self) -> View:
         """Return the view."""
         return self._view

@@ -120,6 +120,7 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     with open_cache(alone.root, max_size="20MB") as alone:
         put(alone, range(300), format="tfrecord", schema=Schema((Field("number", "<i8"), Field("x", "<f4", (2,)))))
         out["other fields"] = refused(lambda: list(one))
+    out["decode"] = refused(lambda: make_dataset(cache, batch_size=50, decode={"image": "jpeg"}))
     out["one file"] = [*(each == sorted(each) for each in both), both[0] == both[1], *(len(set(each)) for each in both)]
     ordered = numbers(iter(make_dataset(cache, batch_size=100)))
     out["in order"] = ordered == list(range(4000))

@@ -120,7 +120,7 @@ def shapes(cache: CacheDir, out: dict[str, Any]) -> None:
         )
         out["subset"] = [int(b["number"][0]) for b in DataLoader(Subset(dataset, [7, 9]), collate_fn=dataset.collate)]
         out["concat"] = len(next(iter(DataLoader(ConcatDataset([dataset] * 2), 100, collate_fn=dataset.collate)))["x"])
-        out["outside"] = [refused(lambda: dataset[len(dataset)]), refused(lambda: dataset[-len(dataset) - 1])]
+        out["outside"] = [refused(lambda at=at: dataset[at]) for at in (len(dataset), -len(dataset) - 1, -(2**70))]
         out["two snapshots"] = refused(lambda: dataset.__getitems__([(dataset.version << 40) + 1, 1]))
         out["empty"] = len(dataset.__getitems__([]))
         out["tensor index"] = digest(SMALL, dataset[torch.tensor(3)]) == digest(SMALL, dataset[3])
