@@ -62,6 +62,7 @@ SUITES = {
     "gather": Suite("gather.py"),
     "scale": Suite("scale_catalog.py"),
     "nodes": Suite("scale.py"),
+    "other": Suite("other.py"),
 }
 
 

@@ -63,7 +63,7 @@ def commits(folder: Path) -> float:
             began = time.perf_counter()
             bound = shard_bound(kind, schema, 64, block.nbytes)
             with cache.stage(dataset="default", schema=schema, format="lmdb", bound=bound) as staging:
-                files = ShardFiles(staging.path, kind, schema, samples=64, nbytes=block.nbytes, compression=None)
+                files = ShardFiles(staging.path, kind, schema, samples=64, nbytes=block.nbytes)
                 files.write(block)
                 made = files.facts()
                 facts = Facts(made.samples, made.payload, made.content, made.digest, made.data, made.files)

@@ -89,7 +89,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
 
 
 class _Meta(type):
-    """Lets a stand-in be subscripted and have any attribute."""
+    """Lets a stand-in be subscripted, have any attribute, and take items."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -98,6 +98,9 @@ class _Meta(type):
 
     def __getitem__(cls, item: object) -> Any:
         return cls
+
+    def __setitem__(cls, item: object, value: object) -> None:
+        pass
 
 
 class StandIn(metaclass=_Meta):
@@ -236,9 +239,11 @@ class Page:
 
     def _class(self, module: str, name: str, value: Any) -> None:
         docstring = inspect.getdoc(value) or ""
-        is_made = "ade by" in docstring.partition("\n\n")[0] or dataclasses.is_dataclass(value)
+        # The options of a dataclass that users make are arguments; the values of a result are attributes.
+        is_value = dataclasses.is_dataclass(value) and "Args" not in sections(docstring)
+        is_made = "ade by" in docstring.partition("\n\n")[0] or is_value
         self._call(module, name, None if is_made else value, docstring=docstring)
-        if attributes := _attributes(value):
+        if attributes := [] if dataclasses.is_dataclass(value) and not is_value else _attributes(value):
             self.lines += ["| attribute | type | meaning |", "|---|---|---|"]
             self.lines += [
                 f"| `{one}` | `{kind}` | {markdown(text)} |".replace(" | None`", " \\| None`")

@@ -39,12 +39,13 @@ TINY = {
     "gather": ["--cases", "3KiB", "--formats", "lmdb", "--scale", "0.01", "--rounds", "1"],
     "scale": ["--shards", "20"],
     "nodes": ["--nodes", "2,100"],
+    "other": ["--cases", "ragged", "--rounds", "1"],
 }
 PEERS = {"convert": ("nobody", "what"), "pull": ("nobody", "tool")}
 """The peer that does not exist, and the column with its name, for each suite with peers."""
 
 
-SLOWER = {"feed", "pull", "scale"}
+SLOWER = {"feed", "pull", "scale", "other"}
 """Suites that take some seconds each for a server, feeders or eight holders: they run with the long tests."""
 
 

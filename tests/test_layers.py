@@ -35,7 +35,7 @@ BLIND = {
     "report": set(LAYER) - {"core", "cache", "report"},
 }
 
-_TORCH = ("", "_values", "_loader", "_device", "_iterable")
+_TORCH = ("", "_values", "_columns", "_loader", "_device", "_iterable")
 HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
@@ -52,6 +52,8 @@ HEAVY = {
     "composer": {"loaders.composer"},
     "keras": {"loaders.keras"},
     "pyarrow": {"sources.parquet"},
+    "simplejpeg": {"sources.images", "loaders.feed.jpeg"},
+    "cv2": {"loaders.feed.jpeg"},
     "asyncssh": {"stores.sftp"},
     "torch": {"bench.rates", "loaders.huggingface"} | {f"loaders.torch{part}" for part in _TORCH},
     "obstore": {"stores"},

@@ -18,8 +18,9 @@ PUBLIC = {
     "cachetool": "AccessDenied BackgroundPull BadObject Cache CacheToolError CapBlocked CapTooSmall CapacityError"
     " CatalogError CorruptError Interrupted MissingExtra NotFound SourceError Unreachable UsageError"
     " __version__ convert open_cache",
-    "cachetool.loaders.torch": "CacheDataset DevicePrefetcher EpochSampler LMDBDataset Loader Samples TensorList",
-    "cachetool.loaders.numpy": "Loader",
+    "cachetool.loaders.torch": "CacheDataset DevicePrefetcher EpochSampler JPEG LMDBDataset Loader Pad Samples"
+    " TensorList",
+    "cachetool.loaders.numpy": "JPEG Loader Pad",
     "cachetool.loaders.jax": "prefetch_to_device",
     "cachetool.loaders.lightning": "CacheDataModule GrowthCallback",
     "cachetool.loaders.huggingface": "GrowthMixin LoaderStateCallback",
@@ -31,7 +32,7 @@ PUBLIC = {
     " commit_together open_cache policy_names",
     "cachetool.core.schema": "KEY Field Kind Schema storage_dtype",
     "cachetool.core.block": "BLOCK_BYTES Block Column Ragged",
-    "cachetool.core.extents": "EXTENTS_FILE Extents FieldExtents",
+    "cachetool.core.extents": "CODECS EXTENTS_FILE Extents FieldExtents Frames",
     "cachetool.formats": "Format Reader Writer Written format_for format_names get_format",
     "cachetool.core.options": "Address Declared MinEpochs On OnError Option Options Policy RoomWait Workers arguments"
     " choice declared documents takes unknown_option",

@@ -22,6 +22,10 @@ LONG = "x" * 300
 
 ROWS = [
     Row(
+        "formats/compression.py", "--compression auto is for {}", "convert a.h5 --to lmdb --compression auto --out new",
+        "convert a.h5 --to zarr --compression auto --out new",
+    ),
+    Row(
         "conversion/inputs.py", "{} is a cache; name it with",
         "convert c --to hdf5 --out new", "convert --to hdf5 --out new --cache c",
     ),

@@ -350,7 +350,7 @@ ROWS = [
         "--value-format raw:uint8,2 --read-as files",
     ),
     row("segments", "--start-early is for folders of objects, not", hdf5(x=np.arange(12)), "t.h5 --start-early", ""),
-    row("segments", "--start-early needs a store", ARRAYS, "d --start-early", ""),
+    row("segments", "--start-early needs names in order", ARRAYS, "d --start-early --stem last", "--stem first"),
     row(
         "shapes", "{} has the fields {}, but", (tars, tar("a.x.npy", "a.y.npy", "a.z.npy", name="d/20.tar")), "d",
         "--fields x",

@@ -22,6 +22,7 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("conversion/to_files.py", "{} does not see {}, the folder"): _RAY + "tests/ray/test_convert.py makes the message",
     ("core/nodes.py", "a node is called"): _RAY + "advises how to start one",
     ("formats/tfrecord_package.py", "the tfrecord package"): "would change what is installed here",
+    ("loaders/feed/jpeg.py", ""): "images; tests/loaders/test_decode.py makes the messages",
     ("loaders/tensorflow.py", "dataset {} has no samples"): "TensorFlow; tests/loaders/test_tensorflow.py follows it",
     ("proc/child.py", "a worker ran out of memory"): "memory; tests/faults/test_environments.py sets limits (soak)",
     ("proc/disk.py", "no more processes or threads"): "limits of a user, which root has not",

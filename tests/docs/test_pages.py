@@ -13,10 +13,12 @@ from tests.docs.pages import DOCS, LANGUAGES, ROOT, blocks, pages, run_pages, se
 from tests.docs.world import fill_bucket
 
 PAGES = pages()
-_TRAINING = "resume select-samples share-a-cache split-for-validation transform-samples use-several-gpus"
+_TRAINING = (
+    "pad-ragged-samples resume select-samples share-a-cache split-for-validation transform-samples use-several-gpus"
+)
 _DATA = (
-    "decode-images-and-masks move-from-imagefolder move-from-lmdb move-from-mds move-from-webdataset read-hdf5-and-zarr"
-    " read-parquet store-bfloat16 unpack-netcdf-values"
+    "decode-images-and-masks decode-images-while-training move-from-imagefolder move-from-lmdb move-from-mds"
+    " move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 unpack-netcdf-values"
 )
 
 

@@ -407,8 +407,8 @@ def test_a_newer_layout_is_refused_with_both_versions(plain: Path, tmp_path: Pat
         cachetool.convert(tmp_path / "in", to="lmdb", out=tmp_path / "out")
     about.write_text(json.dumps(value))
     extents = side_folder(tmp_path / "in" / "part-00000.h5") / "extents.bin"
-    extents.write_bytes(extents.read_bytes().replace(b"CTEXT001", b"CTEXT007"))
-    with pytest.raises(CorruptError, match=r"extents\.bin .*version 7, this cachetool reads version 1"):
+    extents.write_bytes(extents.read_bytes().replace(b"CTEXT002", b"CTEXT007"))
+    with pytest.raises(CorruptError, match=r"extents\.bin .*version 7, this cachetool reads version 2"):
         cachetool.convert(tmp_path / "in", to="lmdb", out=tmp_path / "out")
 
 

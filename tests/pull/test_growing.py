@@ -25,7 +25,7 @@ from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 from cachetool.stores import Object
-from tests.servers import Moto
+from tests.servers import Moto, rclone_http
 
 STEM = Stem("first")
 Contents = Mapping[str, int]
@@ -230,6 +230,25 @@ def s3(moto: Moto, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     return f"s3://{bucket}/"
 
 
+@pytest.fixture(params=["folder", "manifest"])
+def quick(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Create the samples of :func:`s3` in a folder, or behind a manifest whose lines are in no order."""
+    folder = tmp_path / "remote"
+    for number in range(57):
+        below = folder / ("train" if number % 2 else "train-2")
+        below.mkdir(parents=True, exist_ok=True)
+        np.save(below / f"{number:04d}.x.npy", np.array([number]))
+        (below / f"{number:04d}.json").write_text(json.dumps({"n": number}))
+    if request.param == "folder":
+        (folder / "train" / ".hidden.json").write_text("{}")
+        yield str(folder)
+        return
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*.*")]
+    (folder / "manifest.txt").write_text("\n".join(np.random.default_rng(0).permutation(names)))
+    with rclone_http(folder) as url:
+        yield f"{url}/manifest.txt"
+
+
 def _npy(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
     import io
 
@@ -256,6 +275,51 @@ def test_segments_end_after_complete_samples_and_continue_after_an_interruption(
     )
     again = segments(None, 1, 2)
     assert again + segments(last_key(tmp_path / "1-1"), 2, 99) == every
+
+
+def test_a_quick_list_begins_with_small_segments_and_continues_after_an_interruption(
+    quick: str, tmp_path: Path
+) -> None:
+    folders: list[Path] = []
+
+    def segments(after: str | None, number: int, most: int) -> list[list[str]]:
+        keys = []
+        with EarlyListing(quick, SourceOptions(), size=256, after=after, number=number) as listing:
+            while not listing.ended and len(keys) < most:
+                folders.append(tmp_path / f"segment{len(folders)}")
+                part = listing.write(folders[-1])
+                keys.append([item.key for unit in range(part.units) for item in part.unit(unit)])
+                assert all(len(part.unit(unit)) == 2 for unit in range(part.units))
+        return keys
+
+    every = segments(None, 0, 99)
+    counted = [Listing.open(folder).left_out["hidden"] for folder in folders]
+    assert [len(part) for part in every] == [4, 16, 64, 30]
+    assert sorted(key for part in every for key in part) == [key for part in every for key in part]
+    assert len({key for part in every for key in part}) == 114
+    again = segments(None, 0, 2)
+    assert again + segments(last_key(folders[-1]), 2, 99) == every
+    assert sum(counted) == ("manifest" not in quick)
+
+
+def test_a_quick_list_is_drawn_early_and_completely(
+    quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "SEGMENT", 256)
+    monkeypatch.setattr(pull, "SEGMENT", 256)
+    drawn_keys: list[list[str]] = []
+    for name in "ab":
+        with api.open_cache(tmp_path / name, max_size="20MB") as cache:
+            result = cache.pull(quick, start_early=True, all=True, seed=2, workers=1)
+            assert (result.samples, result.pass_complete) == (57, True)
+            (row,) = cache.catalog.rows("SELECT units, complete, segments FROM sources")
+            assert (row["units"], row["complete"], len(json.loads(row["segments"]))) == (57, 1, 3)
+            shards = cache.shards()
+            drawn_keys.append(
+                [read_sample(cache, shard.id, at)["__key__"] for shard in shards for at in range(shard.samples)]
+            )
+    assert drawn_keys[0] == drawn_keys[1]
+    assert len(set(drawn_keys[0])) == 57
 
 
 def test_a_pull_with_start_early_draws_all_samples_and_the_same_as_after_an_interrupted_listing(
@@ -290,8 +354,9 @@ def test_a_pull_with_start_early_draws_all_samples_and_the_same_as_after_an_inte
 
 def test_start_early_is_refused_if_names_are_listed_in_no_order(digits: Path, tmp_path: Path) -> None:
     with (
+        rclone_http(digits) as url,
         api.open_cache(tmp_path / "a", max_size="20MB") as cache,
-        pytest.raises(cachetool.UsageError, match="--start-early needs a store that lists in the order"),
+        pytest.raises(cachetool.UsageError, match="--start-early needs names in order"),
     ):
-        cache.pull(str(digits), start_early=True)
+        cache.pull(f"{url}/", start_early=True)
     assert not (tmp_path / "a").exists()
