@@ -54,9 +54,9 @@ __all__ = [
     "refuse_small_cap",
     "samples_per_shard",
     "shard_bytes",
-    "target_format",
     "source_id",
     "source_row",
+    "target_format",
     "with_classes",
 ]
 
@@ -210,9 +210,11 @@ def prepare(
             report(Progress("schema", 0, message["probing"]))
 
     has = options.dataset in cache.datasets()
-    # A wrong name ends the pull before the source is listed.
-    format = target_format(cache, options)
-    compression = check_compression(get_format(format), options.compression)
+    probed = None
+    if options.compression is not None:
+        # A wrong name ends the pull before the source is listed.
+        format = target_format(options, format_of(cache, options.dataset))
+        probed = format if check_compression(get_format(format), options.compression) == AUTO else None
     arguments = PrepareArguments(
         url=url,
         listing=str(listing),
@@ -235,7 +237,7 @@ def prepare(
         cut=share[0],
         parts=share[1],
         samples=options.samples,
-        probed=format if compression == AUTO else None,
+        probed=probed,
         shared=None if options.listing is None else str(Path(options.listing, source_id(url, options))),
     )
     (message,) = engine.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], on_message)
@@ -311,9 +313,9 @@ def format_of(cache: CacheDir, dataset: str) -> str | None:
     return shards[-1].format if shards else None
 
 
-def target_format(cache: CacheDir, options: PullOptions) -> str:
-    """Return the format of the new shards."""
-    return options.to or format_of(cache, options.dataset) or "lmdb"
+def target_format(options: PullOptions, newest: str | None) -> str:
+    """Return the format of the new shards. ``newest``: that of the dataset's newest shard, if it has one."""
+    return options.to or newest or "lmdb"
 
 
 def shard_bytes(cap: int, options: PullOptions) -> int:

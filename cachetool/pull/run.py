@@ -288,7 +288,7 @@ def _plan(
 ) -> PullJob:
     """Return the parameters of the pull, fixed before the first sample is drawn. Change nothing."""
     cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
-    name = target_format(cache, options)
+    name = target_format(options, newest)
     named = check_compression(get_format(name), options.compression)
     kind = compressed(name, prepared.compression if named == AUTO else named)
     return PullJob(
