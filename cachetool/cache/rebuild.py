@@ -34,7 +34,7 @@ from cachetool.cache.records import Record, read_shard_json, record_bound, unsea
 from cachetool.core.errors import CacheToolError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.ranges import Range, Ranges, difference, overlaps, pairs, union
-from cachetool.core.schema import Schema
+from cachetool.core.schema import Schema, agreed
 from cachetool.proc.disk import limit_error
 from cachetool.proc.folders import fsync_folder, tree_bytes
 
@@ -77,6 +77,17 @@ class Found:
     record."""
     bad: list[tuple[Id, str]] = field(default_factory=list)
     unfinished: list[Id] = field(default_factory=list)
+
+    def learn_schema(self, dataset: str, declared: float, plain: Any) -> None:
+        """Keep the schema of a dataset, with the facts beside it that hold for all of its shards. Raise
+        :class:`ValueError` if it differs from the one known so far."""
+        schema = Schema.from_json(plain)
+        known = self.schemas.setdefault(dataset, (declared, plain))
+        if known[1] == plain:
+            return
+        if (have := Schema.from_json(known[1])) != schema:
+            raise ValueError(f"its schema differs from that of dataset {dataset}")
+        self.schemas[dataset] = known[0], agreed(have, schema).to_json()
 
     def learn(self, value: Record) -> None:
         """Keep the record of a source if it is newer than the one known so far."""
@@ -170,11 +181,7 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
             continue
         try:
             value = _checked(folder)
-            schema = records.schemas.setdefault(
-                value["dataset"], (value["declared"] or value["created"], value["schema"])
-            )
-            if schema[1] != value["schema"]:
-                raise ValueError(f"its schema differs from that of dataset {value['dataset']}")
+            records.learn_schema(value["dataset"], value["declared"] or value["created"], value["schema"])
         except PermissionError:
             # This error says nothing about the bytes. Treating it as damage would delete a good
             # shard.
@@ -194,10 +201,7 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
         # A damaged record beside the listings is dropped; the records in the shards must do then.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             value = unseal(path)
-            Schema.from_json(value["schema"])
-            records.schemas.setdefault(
-                value["dataset"], (value["declared"] or value.get("created", 0.0), value["schema"])
-            )
+            records.learn_schema(value["dataset"], value["declared"] or value.get("created", 0.0), value["schema"])
             records.learn(value)
     return records
 

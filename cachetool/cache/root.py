@@ -26,7 +26,7 @@ from cachetool.cache.values import schema_of
 from cachetool.core.closing import Closing
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.core.names import Id
-from cachetool.core.schema import KEY, Schema
+from cachetool.core.schema import KEY, Schema, agreed, same_notes
 from cachetool.core.text import plain, shown
 from cachetool.core.units import format_size, parse_duration, parse_flag, parse_size, parse_text, parse_whole
 
@@ -420,6 +420,13 @@ class CacheDir(Closing):
                 "INSERT OR IGNORE INTO datasets (name, schema, created) VALUES (?, ?, ?)",
                 (name, json.dumps(schema.to_json()), time.time()),
             )
+            # Before new samples are committed: a loader that sees them must not decode them by the attributes of
+            # others.
+            (row,) = connection.execute("SELECT schema FROM datasets WHERE name = ?", (name,))
+            have = schema_of(row["schema"])
+            if have == schema and not same_notes(wanted := agreed(have, schema), have):
+                text = json.dumps(wanted.to_json())
+                connection.execute("UPDATE datasets SET schema = ? WHERE name = ?", (text, name))
         self._catalog.make_again = None
         self.check_schema(name, schema)
 

@@ -31,6 +31,7 @@ from cachetool.check.one_shard import bad_files
 from cachetool.core.errors import CacheToolError, CapTooSmall, CatalogError
 from cachetool.core.names import Id
 from cachetool.core.ranges import difference
+from cachetool.core.schema import Schema
 from cachetool.core.units import format_size, parse_size
 from cachetool.proc.folders import tree_bytes
 
@@ -249,7 +250,8 @@ def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
     yield from _numbers(connection, on_disk)
     schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
     for name, (_, schema) in on_disk.schemas.items():
-        if schemas.get(name) != schema:
+        # Compared as schemas: the catalog keeps only those facts beside the schema that hold for all shards.
+        if name not in schemas or Schema.from_json(schemas[name]) != Schema.from_json(schema):
             yield f"dataset {name} has another schema in the catalog than in its shards"
     # A shard whose shard.json cannot be read is reported later. Until then its row says which draws it has.
     read = {value["id"] for value in on_disk.shards}

@@ -168,7 +168,8 @@ def _print_fill(out: Output, figures: dict[str, Any]) -> None:
     # Below, no shard is compressed, or it does not pay.
     if nbytes and values >= 1.05 * nbytes:
         ratio = values / nbytes
-        held = format_size(int(ratio * figures["max_size"]))
+        # Listings and the catalog take a part of the cap that is not compressed.
+        held = format_size(int(ratio * max(0, figures["max_size"] - figures["overhead"] - figures["listings"])))
         out.line(f"{format_size(values)} of values, {ratio:.1f} times what they take; the cap holds about {held}")
 
 

@@ -49,9 +49,12 @@ class ConvertOptions(SourceOptions):
     )
     wait: RoomWait = "60s"
     on_error: OnError = "error"
+    runs: Annotated[int | None, Option("Not for conversions, which read all rows in order.", command_line=False)] = None
 
     def _check(self) -> None:
         super()._check()
+        if self.runs is not None:
+            raise UsageError("runs= is for pull; a conversion reads all rows in order, so leave runs= out")
         # The options check themselves, so a wrong name ends the command before a cache is opened or a source is listed.
         _ = self.kind
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from cachetool.core import cf
 from cachetool.core.errors import UsageError
 from cachetool.core.text import plain, shown
 
@@ -44,6 +45,10 @@ _NAME = re.compile(r"[A-Za-z0-9_+\- .]+(/[A-Za-z0-9_+\- .]+)*")
 # of Zarr, the notes in an LMDB file. A field of such a name would overwrite them.
 _RESERVED = re.compile(r"\.(offsets|shapes)(/|$)|/shape$|(^|/)zarr\.json(/|$)|^__(len|schema)__$")
 MAX_RANK = 32
+MAX_DIM = 100
+"""Most characters of the name of a dimension."""
+MAX_NOTES = 12_000
+"""Most bytes of the names of dimensions and the packing of all fields, for the reason of :data:`MAX_CLASSES`."""
 MAX_FIELDS = 4096
 """Most fields of one sample, because every shard, every row of the catalog and many messages repeat them."""
 MAX_CLASSES = 48_000
@@ -123,6 +128,11 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     return listed
 
 
+def is_dim(name: object) -> bool:
+    """Return True if ``name`` can be the name of a dimension."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_DIM and name.isprintable()
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One named field of a sample."""
@@ -135,6 +145,12 @@ class Field:
     """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
     classes: tuple[str, ...] = ()
     """Names of the numbers 0, 1, 2, ..., if the field is a whole number that stands for a name."""
+    dims: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """Names of the dimensions, as the files of the source name them, such as ``("lat", "lon")``; empty if unknown. Not
+    compared: fields with other names of dimensions are equal."""
+    packing: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """CF attributes by which the stored numbers stand for other values, such as ``scale_factor``; empty if there are
+    none, ``{"differ": True}`` if the samples do not share them. Not compared."""
     kind: Kind = dataclasses.field(init=False, repr=False, compare=False)
     """The kind: ``fixed``, ``ragged``, ``bytes`` or ``str``."""
     numpy: np.dtype[Any] = dataclasses.field(init=False, repr=False, compare=False)
@@ -161,6 +177,7 @@ class Field:
             if self.shape != ():
                 raise UsageError(f"field {self.name!r}: {self.dtype} has no shape, got {self.shape}")
             self._derive("bytes" if self.dtype == "bytes" else "str", np.dtype(np.uint8), 0)
+            self._note({})
             return
         # The dataclass is frozen; its checks may still bring a value into the one form by which schemas are compared.
         object.__setattr__(self, "dtype", storage_dtype(self.dtype).str)
@@ -171,6 +188,7 @@ class Field:
         if free not in (0, len(self.shape)) or any(size is not None and size < 0 for size in self.shape):
             raise UsageError(f"field {self.name!r}: shape {self.shape} must be sizes of at least 0, or all None")
         numpy = np.dtype(self.dtype)
+        self._note(cf.checked(self.packing, numpy))
         object.__setattr__(self, "classes", tuple(self.classes))
         if self.classes:
             self._check_classes(numpy)
@@ -178,6 +196,14 @@ class Field:
             self._derive("ragged", numpy, 0)
         else:
             self._derive("fixed", numpy, math.prod(size or 0 for size in self.shape) * numpy.itemsize)
+
+    def _note(self, packing: Mapping[str, Any]) -> None:
+        """Keep the facts beside the schema that fit the field. Others are dropped, because the samples are good without
+        them."""
+        names = self.dims if isinstance(self.dims, list | tuple) else ()
+        good = len(names) == len(self.shape) and all(map(is_dim, names))
+        object.__setattr__(self, "dims", tuple(names) if good else ())
+        object.__setattr__(self, "packing", packing)
 
     def _check_classes(self, numpy: np.dtype[Any]) -> None:
         if self.shape or numpy.kind not in "iu" or not all(isinstance(name, str) for name in self.classes):
@@ -289,7 +315,9 @@ class Schema:
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits, equal for equal schemas: from SHA-256 over the compact JSON form."""
-        text = json.dumps(self.to_json(), separators=(",", ":"))
+        # Without the notes, which are not compared either: the checksums of shards begin with the fingerprint, and a
+        # dataset that was begun without notes has equal samples.
+        text = json.dumps([_plain_field(field) for field in self.fields], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -328,11 +356,14 @@ class Schema:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return plain values for JSON."""
-        return [
-            {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)}
-            | ({"classes": list(f.classes)} if f.classes else {})
-            for f in self.fields
+        notes = [
+            ({"dims": list(field.dims)} if field.dims else {})
+            | ({"packing": dict(field.packing)} if field.packing else {})
+            for field in self.fields
         ]
+        if sum(len(json.dumps(note)) for note in notes if note) > MAX_NOTES:
+            notes = [{}] * len(notes)
+        return [_plain_field(field) | note for field, note in zip(self.fields, notes, strict=True)]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
@@ -350,9 +381,38 @@ class Schema:
         try:
             return cls(
                 tuple(
-                    Field(str(f["name"]), str(f["dtype"]), tuple(f["shape"]), tuple(f.get("classes", ())))
+                    Field(
+                        str(f["name"]),
+                        str(f["dtype"]),
+                        tuple(f["shape"]),
+                        tuple(f.get("classes", ())),
+                        f.get("dims", ()),
+                        f.get("packing", {}),
+                    )
                     for f in value
                 )
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"not a schema: {str(value)[:80]}") from error
+
+
+def _plain_field(field: Field) -> dict[str, Any]:
+    """Return the facts of a field by which schemas are compared, as plain values for JSON."""
+    plain: dict[str, Any] = {"name": field.name, "dtype": field.dtype, "shape": list(field.shape)}
+    return plain | ({"classes": list(field.classes)} if field.classes else {})
+
+
+def noted(field: Field, one: Field, other: Field) -> Field:
+    """Return ``field`` with the facts beside the schema that hold for samples of ``one`` and of ``other``."""
+    packing = one.packing if one.packing == other.packing else cf.DIFFER
+    return dataclasses.replace(field, dims=one.dims if one.dims == other.dims else (), packing=packing)
+
+
+def agreed(schema: Schema, other: Schema) -> Schema:
+    """Return ``schema`` with the facts beside it that hold for samples of an equal schema ``other`` too."""
+    return Schema(tuple(noted(field, field, other[field.name]) for field in schema))
+
+
+def same_notes(schema: Schema, other: Schema) -> bool:
+    """Return True if the facts beside two equal schemas are equal."""
+    return all((a.dims, a.packing) == (b.dims, b.packing) for a, b in zip(schema, other, strict=True))

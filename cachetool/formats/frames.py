@@ -212,11 +212,17 @@ def _zstd() -> _Decode:
     return decode
 
 
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
 def _zstd_size(data: memoryview) -> int:
     """Return the bytes before compression from the header of a zstd frame, or -1 if it does not have them.
 
     RFC 8878, section 3.1.1.1 (https://www.rfc-editor.org/rfc/rfc8878#section-3.1.1.1).
     """
+    # Other frames, which the library skips, would leave the memory of the result as it was.
+    if bytes(data[:4]) != _ZSTD_MAGIC:
+        return -1
     descriptor = data[4]
     flag, single = descriptor >> 6, descriptor >> 5 & 1
     if not flag and not single:

@@ -100,11 +100,18 @@ class Zarr:
             raise UsageError(f"zarr has no compression {compression!r}; use one of {', '.join(self.compressions)}")
         if compression is None:
             return _Plain(path, schema, samples=samples, nbytes=nbytes)
+        for plan in array_plans(schema):
+            if plan.row_nbytes > _MOST_SAMPLE:
+                raise UsageError(f"field {plan.name!r}: a sample of {plan.row_nbytes} bytes is too large to compress")
         return _Compressed(path, schema, samples=samples, nbytes=nbytes, compression=compression)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
         """Open the folder at ``path``. Raises :class:`CorruptError` naming the file."""
         return _Reader.open(path, schema)
+
+
+_MOST_SAMPLE = 2**31 - 2**6
+"""Most bytes of a sample that is compressed: blosc counts them and its header in 31 bits."""
 
 
 def _blosc_shuffle(dtype: np.dtype[Any]) -> Literal["bitshuffle", "noshuffle"]:

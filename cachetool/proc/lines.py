@@ -153,7 +153,12 @@ class FeederTraceback(Exception):
 
 
 class TransformError(Exception):
-    """The error that the user's ``transform`` raised, as its ``__cause__``; the text says for which sample."""
+    """The error that a function of the user raised, as its ``__cause__``; the text says for which sample."""
+
+    def __init__(self, which: str, *, option: str = "transform=") -> None:
+        super().__init__(which)
+        self.option = option
+        """The argument that the function is."""
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def described(error: BaseException) -> dict[str, Any]:
         cause = error.__cause__ or error
         # The first entry is our own call, which tells the user nothing.
         where = traceback.format_exception(type(cause), cause, cause.__traceback__ and cause.__traceback__.tb_next)
-        message = f"transform= raised {_said(cause)}{error}"
+        message = f"{error.option} raised {_said(cause)}{error}"
         return {"error": UsageError.__name__, "message": message, "traceback": "".join(where)}
     # A wrong argument needs no traceback: the message says it.
     if isinstance(error, UsageError) and error.__cause__ is None:

@@ -144,8 +144,9 @@ class StoreRanges:
         item = self._files.find(key)
         if item is None:
             return None
-        for name, _, _, body in self.given:
-            if name == key:
+        for name, first, last, body in self.given:
+            # Parts of a shard are given as well, and are not the object.
+            if name == key and first == 0 and last == item.size:
                 return body
         if (kept := self._of_kept(key)) is not None:
             return kept
@@ -180,7 +181,9 @@ class StoreRanges:
                 return body[start - first : stop - first]
         # A large part is fetched exactly as requested. Whole blocks around it would add up to two blocks to the bytes
         # fetched, which pulls count and limit.
-        if stop - start >= BLOCK:
+        # The end of an object of Zarr is the index of a shard: whole blocks would fetch chunks along with the index of
+        # each shard.
+        if stop - start >= BLOCK or (isinstance(number, str) and stop == item.size):
             return self._fetched((number, start, stop), item, start, stop)
         parts = []
         for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):

@@ -1,6 +1,6 @@
 """The first bytes of files: which kind of files begins with them, and a description of unsupported files.
 
-The name of a file may be misleading. netCDF, AnnData, Loom and MATLAB 7.3 files are HDF5, a ``.record`` is a
+The name of a file may be misleading. netCDF-4, AnnData, Loom and MATLAB 7.3 files are HDF5, a ``.record`` is a
 TFRecord, and a download named ``train.tar`` may be a server's error page. :mod:`cachetool.sources.kinds` asks here
 for each kind.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 
-__all__ = ["HEAD", "ZIP", "foreign", "is_hdf5", "is_npz", "is_tar", "is_tfrecord_file"]
+__all__ = ["HEAD", "ZIP", "foreign", "is_hdf5", "is_netcdf3", "is_npz", "is_tar", "is_tfrecord_file"]
 
 HEAD = 16 * 2**10
 """Bytes at the beginning of a file that are enough to tell its kind."""
@@ -17,6 +17,7 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 _USER_BLOCKS = (0, 512, 1024, 2048, 4096, 8192)
 """Offsets in bytes where the signature of HDF5 may be, behind a block for the user. Files of MATLAB have 512 bytes
 there."""
+_NETCDF3 = (b"CDF\x01", b"CDF\x02", b"CDF\x05")
 ZIP = b"PK\x03\x04"
 _ZARR = (b".zgroup", b".zarray", b".zattrs", b".zmetadata", b"zarr.json")
 _UNZIP = "python3 -m zipfile -e"
@@ -26,6 +27,11 @@ _PAGES = (b"<!doctype", b"<html", b"<?xml")
 def is_hdf5(head: bytes) -> bool:
     """Return True if a file that begins with ``head`` is HDF5."""
     return any(head.startswith(_HDF5, at) for at in _USER_BLOCKS)
+
+
+def is_netcdf3(head: bytes) -> bool:
+    """Return True if a file that begins with ``head`` is classic netCDF: CDF-1, CDF-2 or CDF-5."""
+    return head.startswith(_NETCDF3)
 
 
 def is_npz(head: bytes) -> bool:

@@ -8,6 +8,7 @@ are counted and the schema holds all of them. It also announces that rows will b
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from cachetool.sources.file_table import write_table
 from cachetool.sources.index import IndexSeen, index_facts
 from cachetool.sources.kinds import EachFile, Kind, is_ours
 from cachetool.sources.listing import Listing, write_listing
+from cachetool.sources.ome import images_of
 from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
@@ -37,6 +39,8 @@ __all__ = ["Survey", "list_files"]
 
 Survey = Literal["probe", "all"]
 _HEADER = 4096
+_MAX_METADATA = 16 * 2**20
+_WITH_BLOCKS = ("zarr", "hdf5", "npy")
 _IN_ORDER = 2**20
 """Bytes of a unit of records that are read in order. All of a unit is read if one of its records is."""
 
@@ -75,6 +79,11 @@ def list_files(
         BadObject: A file cannot be read, or two files have no schema in common.
         UsageError: Nothing in the files can be taken.
     """
+    if options.block and kind.name not in _WITH_BLOCKS:
+        raise UsageError(
+            f"--block needs arrays in Zarr, HDF5, netCDF4 or .npy files, but {store.url} holds {kind.name} files;"
+            " leave it out"
+        )
     seen, stem = IndexSeen(store), EachFile(kind, alone=alone, learned=learned or {})
     listing = write_listing(
         folder, seen.note(pages), stem=stem, url=store.url,
@@ -96,6 +105,11 @@ def list_files(
         seen.ask_ours()
     others = (*listing.left_out.listed(), *stem.others.listed())
     facts = _Look(files, folder, kind, options, seen, survey, others).write(alone=alone)
+    if options.runs is not None and not facts:
+        raise UsageError(
+            f"--runs draws neighbouring rows, but each {kind.name} file is drawn as a whole, in its order; leave --runs"
+            " out"
+        )
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "the file has no rows" if len(facts) == 1 else f"none of its {len(facts)} files has rows"
         raise NotFound(f"no samples {'in' if alone else 'under'} {place}: {where}")
@@ -178,17 +192,27 @@ class _Look:
         folders, roots = self._files.mark_folders(self._kind.marks)
         if not roots:
             raise NotFound(f"no {self._kind.name} in {self._files.store.url}")
+        outer = roots
+        if self._options.block:
+            roots = images_of(roots, folders, self._metadata)
         beside = LeftOut()
-        for number in self._numbers if roots != ("",) else ():
+        for number in self._numbers if outer != ("",) else ():
             key = self._files.listing.object(number).key
             # A linear search would compare a million keys with every root. The roots are sorted and none contains
             # another, so one candidate is left.
-            at = bisect.bisect_right(roots, key)
-            if not (at and key.startswith(roots[at - 1])) and not is_ours(key):
+            at = bisect.bisect_right(outer, key)
+            if not (at and key.startswith(outer[at - 1])) and not is_ours(key):
                 beside.add(key, f"not inside of a {self._kind.name}")
         self._others += beside.listed()
         ours = self._seen.exported(self._kind, [root.rstrip("/") for root in roots], alone=roots == ("",))
         return self._guarded(ours, roots, folders)
+
+    def _metadata(self, key: str) -> bytes | None:
+        """Return the metadata of a Zarr, or None if there are none."""
+        item = self._files.find(key)
+        if item is None or item.size > _MAX_METADATA:
+            return None
+        return bytes(self._files.store.get(item))
 
     def _guarded(
         self, ours: Exported | None, roots: tuple[str, ...] = (), folders: tuple[str, ...] = ()
@@ -208,6 +232,9 @@ class _Look:
     def _measure(self, opened: OpenedRows | WholeFile, facts: list[FileFacts]) -> None:
         """Measure the first sample while a process has its file open. Its size stands for all samples where sizes
         differ."""
+        if any(file_facts.grid for file_facts in facts):
+            rows = max(1, sum(file_facts.rows for file_facts in facts))
+            self._mean = max(1, sum(file_facts.row * file_facts.rows for file_facts in facts) // rows)
         fixed = all(Schema.from_json(file_facts.schema).is_fixed for file_facts in facts)
         if self._in_order and not self._mean and not fixed and any(file_facts.rows for file_facts in facts):
             self._mean = max(1, opened.read(0, 1).nbytes)
@@ -287,6 +314,10 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
         good = file_facts.rows >= 0 and file_facts.chunk >= 1
         packing = file_facts.packing
         good = good and isinstance(packing, dict) and all(isinstance(one, dict) for one in packing.values())
+        for name, step, count in file_facts.grid:
+            good = good and isinstance(name, str) and min(step, count) >= 0
+        if file_facts.grid:
+            good = good and math.prod(count for _, _, count in file_facts.grid) == file_facts.rows
         if file_facts.cuts is not None:
             good = (
                 good
@@ -304,5 +335,8 @@ def _placed(files: Files, number: int, facts: FileFacts) -> Iterator[tuple[int, 
         if not key:
             if start >= 0 and 0 < nbytes <= files.item(number).size - start:
                 yield number, int(row), number, int(start), int(start + nbytes)
-        elif (index := files.index(str(key))) is not None and files.item(index).size:
-            yield number, int(row), index, 0, files.item(index).size
+        elif (index := files.index(str(key))) is not None and (size := files.item(index).size):
+            if not nbytes:
+                yield number, int(row), index, 0, size
+            elif start >= 0 and 0 < nbytes <= size - start:
+                yield number, int(row), index, int(start), int(start + nbytes)

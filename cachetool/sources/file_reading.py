@@ -177,8 +177,10 @@ class _Opened:
 
     def nbytes(self, run: Run) -> int:
         row = self._schema.fixed_nbytes if self._schema.is_fixed else 0
-        # Samples that differ in size have no size known here. 1 MiB a run keeps a batch to a few such runs.
-        return (run.stop - run.start) * row or 2**20
+        # Samples that differ in size have no size known here. 1 MiB a run keeps a batch to a few such runs. Blocks have
+        # the size of the largest part at most.
+        grid = self._table.layouts[self._table.layout[run.file]].grid
+        return (run.stop - run.start) * (row or (self._table.piece if grid else 0)) or 2**20
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
         if self._open is None:

@@ -27,17 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES
+from cachetool.core.cf import Packing
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.proc.folders import new_file, replacing
 from cachetool.sources.byte_source import Seen
-from cachetool.sources.cf import Packing
 from cachetool.sources.kinds import Kind, kind_named
 from cachetool.sources.listing import TABLE_FILE, opened
 from cachetool.sources.opening import FileFacts
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.ours import Exported
-from cachetool.sources.rows import UNIT_BYTES
+from cachetool.sources.rows import UNIT_BYTES, Grid
 
 __all__ = ["Layout", "Run", "Table", "write_table"]
 
@@ -58,6 +58,17 @@ class Layout:
     """Names in the file of fields that have another name, by the name of the field."""
     packing: dict[str, Packing]
     """The CF attributes of fields whose numbers stand for other values. They differ between files of one series."""
+    grid: Grid = ()
+    """The blocks that are the samples of a file, if rows are not."""
+
+    def named(self, row: int) -> str:
+        """Return the part of a sample's key that tells its place in the file: the row, or the first index of the block
+        in each dimension that is cut."""
+        if not self.grid:
+            return str(row)
+        at = np.unravel_index(row, [count for _, _, count in self.grid])
+        cut = zip(self.grid, at, strict=True)
+        return ",".join(f"{name}={step * int(index)}" for (name, step, _), index in cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,7 @@ class Table:
                     tuple(map(np.dtype, layout["stored"])),
                     layout["names"],
                     layout.get("packing", {}),
+                    tuple((str(name), int(step), int(count)) for name, step, count in layout.get("grid", ())),
                 )
                 for layout in about["layouts"]
             )
@@ -152,14 +164,19 @@ class Table:
         """Raise :class:`UsageError` for options that would choose other fields than these tables hold."""
         if chosen(options) != self.chosen:
             raise UsageError(
-                f"{url} was listed with other --fields, --rename, --decode or --value-format; give the same"
-                " options, or use another --dataset or cache"
+                f"{url} was listed with other --fields, --rename, --decode, --value-format, --block,"
+                " --edges or --runs; give the same options, or use another --dataset or cache"
             )
 
     def unit_sizes(self) -> _Numbers | int:
-        """Return the number of samples of each unit, or the number of units if each unit is one sample."""
+        """Return the number of samples of each unit that is drawn, or the number of units if each unit is one sample.
+
+        With ``--runs`` a unit is a run of rows, which is fetched in the parts that are stored together.
+        """
         if self.file_is_unit:
             return len(self.rows)
+        if (run := self.chosen.get("runs")) is not None:
+            return np.concatenate([self._run_sizes(file, int(run)) for file in range(len(self.rows))])
         # Units of one sample need no array of sizes, and their order is then computed instead of stored.
         if not len(self.cuts) and (self.chunk == 1).all():
             return int(self.starts[-1])
@@ -174,6 +191,24 @@ class Table:
                     sizes[-1] = rows % chunk
             parts.append(sizes)
         return np.concatenate(parts)
+
+    def _run_sizes(self, file: int, run: int) -> _Numbers:
+        """Return the number of samples of each run of a file: at least ``run``, and whole parts that are stored
+        together; the last run may be shorter."""
+        rows, chunk = int(self.rows[file]), int(self.chunk[file])
+        if chunk:
+            unit = -(-run // chunk) * chunk
+            sizes = np.full(-(-rows // unit), unit, dtype=np.int64)
+            if rows % unit:
+                sizes[-1] = rows % unit
+            return sizes
+        ends = np.cumsum(self._cuts_of(file))
+        stops, start = list[int](), 0
+        while start < rows:
+            start = int(ends[min(int(np.searchsorted(ends, start + run)), len(ends) - 1)])
+            stops.append(start)
+        bounds = np.array([0, *stops], dtype=np.int64)
+        return bounds[1:] - bounds[:-1]
 
     def _cuts_of(self, file: int) -> _Numbers:
         """Return the number of samples of each unit of a file whose units differ."""
@@ -230,7 +265,9 @@ def chosen(options: SourceOptions) -> dict[str, Any]:
     # tables unusable.
     decoded = {"decode": "cf"} if options.decode == "cf" else {}
     facts = {"fields": fields, "rename": dict(options.rename), "values": options.value_format, "rows": options.rows}
-    return facts | decoded
+    cut = {"block": dict(options.block), "edges": options.edges, "level": options.level or 0} if options.block else {}
+    together = {"runs": options.runs} if options.runs is not None else {}
+    return facts | decoded | cut | together
 
 
 def write_table(
@@ -258,7 +295,8 @@ def write_table(
         if file_facts.schema:
             about_rows = {"schema": file_facts.schema, "stored": stored}
             # Many files share a layout. Its JSON text is the key by which equal layouts are stored once.
-            text = json.dumps(about_rows | {"names": file_facts.names, "packing": file_facts.packing})
+            about_rows |= {"names": file_facts.names, "packing": file_facts.packing}
+            text = json.dumps(about_rows | ({"grid": file_facts.grid} if file_facts.grid else {}))
             layout.append(layouts.setdefault(text, len(layouts)))
         if file_facts.cuts is not None:
             chunk.append(0)
@@ -298,6 +336,9 @@ def write_table(
 
 
 def _unit_rows(facts: FileFacts, unit_bytes: int) -> int:
+    # A damaged chunk loses its block alone, because each block is a unit.
+    if facts.grid:
+        return 1
     schema = Schema.from_json(facts.schema)
     row = schema.fixed_nbytes if schema.is_fixed else max(schema.fixed_nbytes, facts.row)
     # A unit is whole chunks, because a chunk is always fetched completely.

@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.cf import ATTRIBUTES, described
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.byte_source import Files, fetch_part
-from cachetool.sources.cf import ATTRIBUTES, described
 from cachetool.sources.classes import LABEL, folder_of, label_field
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_reading import Reader, Want, reader_of
@@ -183,7 +183,10 @@ class FilesSource:
     ) -> PartOrder:
         """Return the units in a seeded order, then the rows of each unit. Files do not grow, so ``segments`` is
         ignored."""
-        return self._order(seed=seed, pass_number=pass_number, sequential=sequential, part=part, cut=cut)
+        in_rows = self._options.runs is not None
+        return self._order(
+            seed=seed, pass_number=pass_number, sequential=sequential, part=part, cut=cut, in_rows=in_rows
+        )  # fmt: skip
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """Return the schema that all files share. The size of samples, and the fields of archives, are taken from a few
@@ -197,7 +200,7 @@ class FilesSource:
         if self._options.decode == "cf" and not any(layout.packing for layout in self._table.layouts):
             raise UsageError(
                 f"--decode cf finds nothing to decode in {self.url}: no chosen field has the attributes"
-                f" {', '.join(ATTRIBUTES[1:])} of HDF5, netCDF4 or Zarr;\nleave --decode out"
+                f" {', '.join(ATTRIBUTES[1:])} of HDF5, netCDF or Zarr;\nleave --decode out"
             )
         if self._table.layouts and (self._table.in_order or not self._table.kind.records):
             # The first file of each layout, for messages: write_table numbered the layouts in the order in which they
@@ -518,13 +521,18 @@ class FilesSource:
     def _row_name(self, sample: int) -> str:
         """Return a name for a sample that has no key: file and row."""
         file = int(np.searchsorted(self._table.starts, sample, side="right")) - 1
-        return f"{self._called(file)}#{sample - int(self._table.starts[file])}"
+        return f"{self._called(file)}#{self._placed(file, sample - int(self._table.starts[file]))}"
+
+    def _placed(self, file: int, row: int) -> str:
+        """Return the place of a sample in its file, for its key."""
+        layouts = self._table.layouts
+        return layouts[self._table.layout[file]].named(row) if layouts else str(row)
 
     def _keys(self, run: Run, count: int = 1) -> list[str]:
         name = self._called(run.file)
         if self._table.file_is_unit:
             return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
-        return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
+        return [f"{name}#{self._placed(run.file, run.start + at)}" for at in run.inside.tolist()]
 
 
 class _Batches:

@@ -190,4 +190,6 @@ def _ragged(path: object, column: StoredColumn, starts: _Starts) -> StoredColumn
         stored="",
         chunk=max(1, together * starts.count // max(1, total)),
         parts=None,
+        # The dimension of samples has no name in the file.
+        dims=("sample", *column.dims) if column.dims else (),
     )

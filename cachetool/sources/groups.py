@@ -261,7 +261,14 @@ def _field(path: object, name: str, arrays: list[StoredColumn], stored: int) -> 
         name, first.dtype, shape, sum(array.nbytes for array in arrays), read,
         ragged=0 if len(sizes) == 1 or text else rank, piece=max(largest.nbytes, *(array.piece for array in arrays)),
         parts=parts, packing=next((array.packing for array in arrays if array.packing), {}),
+        alike=all(array.packing == first.packing for array in arrays), dims=_dims(arrays),
     )  # fmt: skip
+
+
+def _dims(arrays: list[StoredColumn]) -> tuple[str, ...]:
+    """Return the names of the dimensions if all arrays agree on them, after a name for the samples."""
+    dims = {array.dims for array in arrays}
+    return ("sample", *arrays[0].dims) if len(dims) == 1 and arrays[0].dims else ()
 
 
 def _whole(array: StoredColumn) -> Any:

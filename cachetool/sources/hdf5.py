@@ -15,7 +15,7 @@ compound, enum, opaque,        left out, with the reason
 reference
 =============================  ==========================================================================
 
-CF attributes of a dataset, as netCDF4 has them, say what its numbers stand for: :mod:`cachetool.sources.cf`.
+CF attributes of a dataset, as netCDF4 has them, say what its numbers stand for: :mod:`cachetool.core.cf`.
 
 A file may name other files that hold its data: external links, external storage, virtual datasets. A foreign file
 could so have any file of this machine read as data. Such datasets are refused, and links are not followed.
@@ -33,23 +33,27 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Column
+from cachetool.core.cf import ATTRIBUTES, packing_of
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
+from cachetool.sources.blocks import Repeated, blocks_of, refuse_ours
 from cachetool.sources.byte_source import SourceFile
-from cachetool.sources.cf import ATTRIBUTES, packing_of
 from cachetool.sources.flat import unflattened, wants_arrays
 from cachetool.sources.groups import SINGLE, by_groups, too_many
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
 from cachetool.sources.rows import (
+    Boxes,
     ColumnFile,
     Part,
+    Place,
     Slab,
     StoredColumn,
     decoded,
     joined,
+    named_dims,
     of_sizes,
     schema_of_ours,
     unpadded,
@@ -62,6 +66,7 @@ MAX_OBJECTS = 20_000
 """Largest number of groups and datasets in one file. Each takes a quarter of a millisecond whenever the file is
 opened."""
 _MAX_DEPTH = 32
+_SCALES = "DIMENSION_LIST"
 _REFERENCE = 16
 """Bytes in a dataset for each value of differing size. The value itself lies in another part of the file."""
 
@@ -76,6 +81,8 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
         with reading(f"{file} is not a whole HDF5 file"):
             root = opened.open()
             ours = schema_of_ours(file, root.attrs[ATTRIBUTE]) if ATTRIBUTE in root.attrs else None
+        if options.block and ours is not None:
+            raise refuse_ours(file)
         columns: list[StoredColumn] = []
         for name, dataset in _datasets(file, root, options, skipped, ours=ours is not None):
             with reading(f"{file}: {quoted(name)}"):
@@ -89,6 +96,9 @@ def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
             # found.
             slab.share(len(opened.slabs))
         columns = decoded(columns, options, skipped)
+        if options.block:
+            columns, grid = blocks_of(file, columns, options, skipped, stored=file.size, repeated=opened.repeated)
+            return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=opened.close, grid=grid)
         columns, keys = by_groups(file, columns, options, skipped, stored=file.size, ours=ours is not None)
         if ours is None and keys is None:
             columns = unflattened(file, columns, skipped, options)
@@ -113,6 +123,7 @@ class _File:
         self._bytes: BinaryIO | None = None
         self._file: Any = None
         self.slabs: list[Slab] = []
+        self.repeated = Repeated()
 
     def open(self) -> Any:
         if self._file is None:
@@ -138,6 +149,7 @@ class _File:
     def close(self) -> None:
         for slab in self.slabs:
             slab.drop()
+        self.repeated.drop()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -150,7 +162,7 @@ def _datasets(
     path: SourceFile, root: Any, options: SourceOptions, skipped: list[tuple[str, str]], *, ours: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield all datasets below ``root`` that are in this file, with their names."""
-    wants = wants_of_ours(options) if ours else wants_arrays(options)
+    wants = wants_of_ours(options) if ours else options.wants if options.block else wants_arrays(options)
     with reading(f"{path} is not a whole HDF5 file"):
         info = h5py.h5o.get_info(root.id)
     # Hard links can form a cycle or name one dataset twice. Addresses in the file tell that; names do not.
@@ -282,8 +294,48 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         chunk=dataset.chunks[0] if dataset.chunks else 1,
         parts=(lambda: _parts(file.open()[name])) if dataset.chunks else None,
         once=fetch,
-        packing=packing_of(_attributes(dataset), little),
+        packing=packing_of(attributes := _attributes(dataset), little),
+        dims=_dims(dataset) if not inner else (),
+        boxes=None if inner else _boxes(file, name, dataset, little, attributes, -1 if offset is None else int(offset)),
     )
+
+
+_NO_VARIABLE = ("This is a netCDF dimension but not", "b'This is a netCDF dimension but not")
+
+
+def _boxes(
+    file: _File, name: str, dataset: Any, little: np.dtype[Any], attributes: dict[str, Any], offset: int
+) -> Boxes | None:
+    """Return the reading of boxes. None for a dimension of netCDF4 without values."""
+    # An attribute of a type that h5py does not know is no name of netCDF4.
+    with contextlib.suppress(TypeError, ValueError, OSError, RuntimeError, KeyError):
+        if h5py.h5ds.is_scale(dataset.id) and str(dataset.attrs["NAME"]).startswith(_NO_VARIABLE):
+            return None
+    chunks = dataset.chunks or (1,) * len(dataset.shape)
+    # Only plain values are kept here, because the dataset is closed with its file and opened again.
+    chunked, whole = dataset.chunks is not None, tuple(dataset.shape)
+    row = math.prod(whole[1:]) * little.itemsize
+
+    def read(bounds: tuple[slice, ...]) -> Array:
+        return np.ascontiguousarray(file.open()[name][bounds], dtype=little)
+
+    def places(shape: tuple[int, ...]) -> Iterator[Place]:
+        found: list[Place] = []
+        if chunked:
+            stored = file.open()[name].id
+            stored.chunk_iter(lambda info: found.append((info.chunk_offset, info.byte_offset, info.size, "")))
+        # The rows of a block lie together if no other dimension is cut.
+        elif offset >= 0 and whole and shape[1:] == whole[1:] and shape[0]:
+            zeros = (0,) * (len(whole) - 1)
+            for first in range(0, whole[0], shape[0]):
+                found.append(((first, *zeros), offset + first * row, min(shape[0], whole[0] - first) * row, ""))
+        return iter(found)
+
+    def fill() -> Any:
+        number = (packing_of(attributes, little).get("_FillValue") or [file.open()[name].fillvalue])[0]
+        return np.asarray(number).astype(little)[()]
+
+    return Boxes(read, chunks, places, fill)
 
 
 def _rows(dataset: Any, start: int, stop: int) -> Array:
@@ -300,6 +352,25 @@ def _attributes(dataset: Any) -> dict[str, Any]:
             if name in dataset.attrs:
                 attributes[name] = dataset.attrs[name]
     return attributes
+
+
+def _dims(dataset: Any) -> tuple[str, ...]:
+    """Return the names of the dimensions, as netCDF4 and xarray name them by dimension scales; empty if one has no
+    name."""
+    names: list[str] = []
+    # Scales are found by references, which a damaged file may point anywhere. Names are only a note beside the values,
+    # so they must not make the dataset unreadable.
+    with contextlib.suppress(TypeError, ValueError, OSError, RuntimeError, KeyError):
+        attributes = dataset.attrs
+        if _SCALES in attributes:
+            for references in attributes[_SCALES]:
+                names.append(str(dataset.file[references[0]].name).rpartition("/")[2] if len(references) else "")
+        elif attributes.get("CLASS") == b"DIMENSION_SCALE" and len(dataset.shape) == 1:
+            # A coordinate is the scale of its own dimension.
+            names.append(dataset.name.rpartition("/")[2])
+        else:
+            names += [dimension.label for dimension in dataset.dims] if "DIMENSION_LABELS" in attributes else []
+    return named_dims(names, len(dataset.shape))
 
 
 def _plain(dataset: Any, dtype: np.dtype[Any]) -> bool:

@@ -7,6 +7,7 @@ kind      a file named, or a folder that is                           several in
 npy npz   ``.npy`` ``.npz``                                           objects, one sample each
                                                                       (``--read-as files``: files)
 hdf5      ``.h5`` ``.hdf5`` ``.hdf`` ``.he5``                         one source, in the order of names
+netcdf3   ``.nc3``, and ``.nc`` with classic netCDF in it             one source, in the order of names
 zarr      a folder with ``zarr.json``, ``.zarray`` or ``.zgroup``     one source, in the order of names
 parquet   ``.parquet`` ``.parq``                                      one source, in the order of names
 tar       ``.tar`` ``.tar.gz`` ``.tgz``                               one source, in the order of names
@@ -18,8 +19,9 @@ raw       anything, with ``--value-format raw:DTYPE,SHAPE``           objects, o
 ========  ==========================================================  ==================================
 
 The first bytes decide the kind of a single file, and its name if the bytes do not tell. In a folder the name decides.
-If an extension belongs to no kind and to no object of a sample, two files with that extension are opened. If both are
-of one kind, all files with the extension are of that kind (``.nc`` and ``.mat``: HDF5).
+If an extension belongs to no kind and to no object of a sample, the first and the last file with that extension are
+opened. If both are of one kind, all files with the extension are of that kind (``.mat``: HDF5; ``.nc``: HDF5 or classic
+netCDF). If one is HDF5 and the other classic netCDF, the reader of HDF5 reads both.
 
 In a folder of several kinds the bytes decide. The kind of many-sample files with the most bytes is the source if these
 files have at least half of all bytes. Otherwise the place is a folder of objects (``--read-as`` decides otherwise).
@@ -54,7 +56,7 @@ from urllib.parse import unquote
 from cachetool.core.errors import AccessDenied, BadObject, UsageError
 from cachetool.core.units import parse_choice
 from cachetool.formats.exported import DATASET_FILE, SIDE_FOLDER
-from cachetool.sources.contents import HEAD, ZIP, foreign, is_hdf5, is_npz, is_tar, is_tfrecord_file
+from cachetool.sources.contents import HEAD, ZIP, foreign, is_hdf5, is_netcdf3, is_npz, is_tar, is_tfrecord_file
 from cachetool.sources.keys import Part, Stem, extension_of, is_decoded
 from cachetool.sources.limits import is_lmdb
 from cachetool.sources.names import NamedPage, describes
@@ -90,8 +92,6 @@ __all__ = [
 
 ENTRY_POINTS = "cachetool.sources"
 """The entry point group that adds kinds of files."""
-_LOOKED_AT = 2
-"""Number of files opened for each unknown extension."""
 _MOST_EXTENSIONS = 3
 """Number of unknown extensions whose files are opened: those with the most bytes."""
 _COUNTED = 64
@@ -134,13 +134,17 @@ class Kind:
             # An empty file is a sound file of this kind, so its first bytes would only add a wrong explanation.
             raise
         except BadObject as error:
-            if not file.root and (what := self._foreign(file)):
+            head = _head_of(file)
+            # The files of one series may have both forms of netCDF. The reader of classic files needs no library, so
+            # the process that reads HDF5 reads them too.
+            if self is _HDF5 and _NETCDF3.magic(head):
+                return _NETCDF3.opened(file, options)
+            if not file.root and (what := self._foreign(file, head)):
                 raise BadObject(f"{file} is no {self.name} file: it is {what}") from error
             raise
 
-    def _foreign(self, file: Any) -> str:
+    def _foreign(self, file: Any, head: bytes) -> str:
         """Return in words what the file is instead of this kind; empty if its first bytes do not tell."""
-        head = bytes(file.ranges.part(file.number, 0, HEAD)) if file.path is None else _beginning(file.path)
         if self.magic(head):
             return ""
         inside = kind_of_head(head)
@@ -179,6 +183,7 @@ _BUILT_IN = (
     Kind(
         "hdf5", (".h5", ".hdf5", ".hdf", ".he5"), "cachetool.sources.hdf5:open_hdf5", is_hdf5,
     ),
+    Kind("netcdf3", (".nc3",), "cachetool.sources.netcdf3:open_netcdf3", is_netcdf3, guarded=False),
     Kind("zarr", (".zarr",), "cachetool.sources.zarr:open_zarr", marks=("zarr.json", ".zarray", ".zgroup")),
     Kind(
         "parquet", (".parquet", ".parq"), "cachetool.sources.parquet:open_parquet",
@@ -336,7 +341,7 @@ def locate(url: str) -> tuple[str, str, Kind] | None:
 
 RAW = Kind("raw", (), "cachetool.sources.raw:open_raw", guarded=False)
 """Files of raw numbers. No name and no first bytes show this kind, only ``--value-format raw:DTYPE,SHAPE``."""
-_ZARR = next(kind for kind in _BUILT_IN if kind.name == "zarr")
+_ZARR, _HDF5, _NETCDF3 = (next(kind for kind in _BUILT_IN if kind.name == name) for name in ("zarr", "hdf5", "netcdf3"))
 
 
 def _local(path: Path) -> tuple[str, str, Kind] | None:
@@ -360,6 +365,12 @@ def refuse_file(path: Path) -> None:
             f"{printable(str(path))!r} is a file of an unknown kind{f': {what}' if what else ''};\n"
             f"give the folder that holds the samples, or a file of many samples ({', '.join(kinds())})"
         )
+
+
+def _head_of(file: Any) -> bytes:
+    if file.root:
+        return b""
+    return bytes(file.ranges.part(file.number, 0, HEAD)) if file.path is None else _beginning(file.path)
 
 
 def _beginning(path: Path) -> bytes:
@@ -428,9 +439,10 @@ class Census:
             self._kinds[kind] += number
             self._bytes[kind] += sums[suffix]
             if kind is None and self._counts_unknown(ending):
-                wanted = _LOOKED_AT - len(self._extensions[ending])
-                places = (at for at, one in enumerate(page.suffixes) if one == suffix and at not in others)
-                self._extensions[ending] += [page[at] for at in itertools.islice(places, wanted)]
+                ahead, back = range(len(page)), range(len(page) - 1, -1, -1)
+                for places in (back,) if self._extensions[ending] else (ahead, back):
+                    at = next(at for at in places if page.suffixes[at] == suffix and at not in others)
+                    self._look_later(ending, page[at])
                 self._unknown[ending] += number
                 self._unknown_bytes[ending] += sums[suffix]
         return sorted(others)
@@ -483,11 +495,17 @@ class Census:
     def _count_unknown(self, item: Object, extension: str) -> None:
         if not self._counts_unknown(extension):
             return
-        items = self._extensions[extension]
-        if len(items) < _LOOKED_AT:
-            items.append(item)
+        self._look_later(extension, item)
         self._unknown[extension] += 1
         self._unknown_bytes[extension] += max(0, item.size)
+
+    def _look_later(self, extension: str, item: Object) -> None:
+        """Keep the first and the last file of an extension: the files of a series may change their kind at some
+        time."""
+        items = self._extensions[extension]
+        items[1:] = [item] if items and items[0].key != item.key else []
+        if not items:
+            items.append(item)
 
     def _counts_unknown(self, extension: str) -> bool:
         """Return True if files of this extension are counted as files of an unknown kind."""
@@ -509,6 +527,8 @@ class Census:
         extensions = [extension for extension, _ in weights.most_common() if extension or nameless]
         for extension in extensions[:_MOST_EXTENSIONS]:
             inside = {kind_of_head(head_of(item)) for item in self._extensions[extension]}
+            # Old files of a series are often classic netCDF and the new ones HDF5, whose kind opens both.
+            inside = {_HDF5} if inside == {_HDF5, _NETCDF3} else inside
             # Two files of different kinds, or one that cannot be recognised, leave the extension unknown.
             if len(inside) == 1 and (kind := inside.pop()) is not None:
                 self.learned[extension] = kind

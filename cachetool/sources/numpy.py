@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import BadObject
+from cachetool.sources.blocks import Repeated, blocks_of
 from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import MAX_HEADER, npy_layout
 from cachetool.sources.flat import unflattened, wants_arrays
@@ -23,7 +25,7 @@ from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.npz import directory_of, stream_of
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
-from cachetool.sources.rows import ColumnFile, StoredColumn, unpadded
+from cachetool.sources.rows import Boxes, ColumnFile, StoredColumn, unpadded
 
 __all__ = ["open_npy", "open_npz"]
 
@@ -74,7 +76,23 @@ def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
     else:
         little, at = dtype.newbyteorder("<").str, -1 if by_columns else start
         column = StoredColumn(name, little, shape, shape[0] * row, read, offset=at, stored=dtype.str)
+        if options.block:
+            boxes = Boxes(lambda bounds: _box(read, shape, bounds), (1,) * len(shape), lambda _: (), lambda: 0)
+            skipped: list[tuple[str, str]] = []
+            columns, grid = blocks_of(
+                file, [replace(column, boxes=boxes)], options, skipped, stored=file.size, repeated=Repeated()
+            )
+            return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=whole.clear, grid=grid)
     return ColumnFile(file, [column], options, stored=file.size, close=whole.clear)
+
+
+def _box(read: Callable[[int, int], Array], shape: tuple[int, ...], bounds: tuple[slice, ...]) -> Array:
+    """Return a box of an array whose rows ``read`` returns."""
+    first, *others = bounds
+    if all(bound == slice(0, size) for bound, size in zip(others, shape[1:], strict=True)):
+        return read(first.start, first.stop)
+    # Row by row, because complete rows of a volume may take many times the memory of the box.
+    return np.stack([read(row, row + 1)[0][tuple(others)] for row in range(first.start, first.stop)])
 
 
 _HEADER = 4096

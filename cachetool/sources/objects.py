@@ -235,7 +235,7 @@ class ObjectsSource:
         the majority."""
         if self._options.decode == "cf":
             raise UsageError(
-                f"--decode cf is for HDF5, netCDF4 and Zarr, but {self.url} is a folder of objects; leave it out"
+                f"--decode cf is for HDF5, netCDF and Zarr, but {self.url} is a folder of objects; leave it out"
             )
         samples: list[_Shapes] = []
         first_error: Exception | None = None

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.cf import Packing
 from cachetool.core.closing import Closing
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.sources.byte_source import MemoryRanges, Ranges, ServedRanges, SourceFile
-from cachetool.sources.cf import Packing
 from cachetool.sources.kinds import kind_named
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
@@ -69,6 +69,8 @@ class FileFacts:
     """Approximate bytes of a row in the file, if rows differ in size."""
     names: dict[str, str] = field(default_factory=dict)
     """Names in the file, for fields that have another name."""
+    grid: list[tuple[str, int, int]] = field(default_factory=list)
+    """The blocks that are the samples, if rows are not: see :data:`cachetool.sources.rows.Grid`."""
     packing: dict[str, Packing] = field(default_factory=dict)
     """The CF attributes of fields whose numbers stand for other values."""
 
@@ -87,7 +89,9 @@ def facts_of_rows(file: ColumnFile, size: int) -> FileFacts:
         stored={name: column.stored for name, column in columns.items() if column.offset >= 0},
         cuts=file.cuts,
         parts=_parts([column for column in columns.values() if column.chunk == largest.chunk]),
-        row=size // max(1, file.samples),
+        # The arrays of a block have a known size before they are read, so no block is fetched to measure it.
+        row=(sum(c.nbytes for c in columns.values()) if file.grid else size) // max(1, file.samples),
+        grid=list(file.grid),
         packing={name: dict(column.packing) for name, column in columns.items() if column.packing},
     )
 
@@ -99,6 +103,8 @@ def _parts(columns: list[StoredColumn]) -> list[Part]:
             # One more than is kept: enough to see that there are too many, without listing all chunks of a hostile
             # file.
             parts += itertools.islice(column.parts(), MAX_PARTS + 1)
+    # The variables of a netCDF record lie in the same part.
+    parts = list(dict.fromkeys(parts))
     return parts if len(parts) <= MAX_PARTS else []
 
 

@@ -153,6 +153,48 @@ def _checked_value_format(value: object, *, what: str) -> str:
     return text
 
 
+EDGES = ("keep", "drop", "pad")
+
+
+def _checked_edges(value: object, *, what: str) -> str:
+    if not is_one_of(value, EDGES):
+        raise UsageError(f"unknown --edges {shown(value)}; choose one of {', '.join(EDGES)}")
+    return str(value)
+
+
+def _block(given: Any, *, what: str) -> dict[str, int]:
+    """Return the sizes of a block by the names of dimensions. Raises :class:`UsageError`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"block {shown(given)} cannot be used; give a mapping of dimensions to sizes")
+    names = [parse_text(str(name) if isinstance(name, int) else name, what="block") for name in given]
+    for name in names:
+        if name.isdigit() and not (name.isascii() and len(name) < 3):
+            raise UsageError(f"--block names the dimension {shown(name)}, but numbers of dimensions are 0 to 99")
+    sizes = [
+        parse_whole(size, what=f"--block {name}", least=1) for name, size in zip(names, given.values(), strict=True)
+    ]
+    return dict(zip(names, sizes, strict=True))
+
+
+def block_sizes(pairs: Sequence[str]) -> dict[str, int | str]:
+    """Return the sizes in ``--block z=128,y=512`` or ``--block z=128 --block y=512``. Raises :class:`UsageError`."""
+    sizes: dict[str, int | str] = {}
+    for pair in ",".join(pairs).split(","):
+        name, equals, size = (part.strip() for part in pair.partition("="))
+        if not (name and equals and size.isascii() and size.isdecimal() and len(size) < 19):
+            raise UsageError(f"--block {pair!r} is not DIM=SIZE; write it like --block z=128,y=512,x=512")
+        if name in sizes:
+            raise UsageError(f"--block names the dimension {name!r} twice; give each dimension one size")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _level(value: object, *, what: str) -> int:
+    return parse_whole(value, what=what)
+
+
 def _rows(value: object, *, what: str) -> int:
     return parse_whole(value, what=what, least=1)
 
@@ -219,6 +261,12 @@ class SourceOptions(Options):
             ``"raw:DTYPE,SHAPE"``.
         rows: Number of rows (first dimension) of the arrays of a file to use. Default: the number whose arrays have
             the most bytes together.
+        block: Size of a block by the name or number of each dimension that is cut; a sample is such a block of each
+            array. Default: samples are rows.
+        edges: ``"keep"``, ``"drop"`` or ``"pad"``: the treatment of incomplete blocks. Default ``"keep"``.
+        level: With ``block``, the resolution of images in OME-Zarr that is read. Default: 0, the full resolution.
+        runs: Number of neighbouring rows of a file that are drawn together, in their order, so that the cache has the
+            neighbours of most samples. Default: rows are drawn by chance.
         follow_links: True follows links in a local folder to any file that this user may read. Default False.
         concurrency: Requests in flight in each worker, 1 to 1024. Default: the store's own number.
         list_workers: Pages of the list that are requested at the same time, 1 to 256, for S3, GCS and Azure. Default 1.
@@ -257,7 +305,7 @@ class SourceOptions(Options):
         Option(
             "image: images become uint8 arrays (height, width, 3); mask: the same, but an image of one channel"
             " (palette, gray) becomes an array (height, width) of its stored numbers; cf: packed numbers and times of"
-            " HDF5, netCDF4 and Zarr are unpacked.",
+            " HDF5, netCDF and Zarr are unpacked.",
             "image|mask|cf", _checked_decode,
         ),
     ] = None  # fmt: skip
@@ -315,6 +363,37 @@ class SourceOptions(Options):
             _rows,
         ),
     ] = None
+    block: Annotated[
+        Mapping[str, int],
+        Option(
+            "HDF5, netCDF4, Zarr and .npy: a sample is a block of this size of each array, rounded up to complete"
+            " chunks. DIM is the name of a dimension, or its number from 0. Other dimensions are not cut. Repeatable.",
+            "DIM=SIZE,...", _block, words=block_sizes,
+        ),
+    ] = field(default_factory=dict)  # fmt: skip
+    edges: Annotated[
+        str,
+        Option(
+            "Incomplete blocks at the ends of dimensions: keep makes smaller samples; drop leaves them out; pad fills"
+            " them with the fill value of the array.",
+            "keep|drop|pad", _checked_edges,
+        ),
+    ] = "keep"  # fmt: skip
+    level: Annotated[
+        int | None,
+        Option(
+            "With --block: the resolution of the images of OME-Zarr to read. Default: 0, the full resolution.",
+            "N", _level,
+        ),
+    ] = None  # fmt: skip
+    runs: Annotated[
+        int | None,
+        Option(
+            "Draw K neighbouring rows of a file together, in their order, for windows in time. Rounded up to complete"
+            " chunks. Default: rows are drawn by chance.",
+            "K", _rows,
+        ),
+    ] = None  # fmt: skip
     follow_links: Annotated[
         bool,
         Option(
@@ -349,6 +428,16 @@ class SourceOptions(Options):
         if not isinstance(self.classes, list | tuple) or not all(isinstance(name, str) for name in self.classes):
             raise UsageError(f"classes {shown(self.classes)} cannot be used; give a list of names")
         self._set("classes", tuple(self.classes))
+        if self.edges != "keep" and not self.block:
+            raise UsageError(f"--edges {self.edges} is for blocks; add --block DIM=SIZE, or leave --edges out")
+        if self.level is not None and not self.block:
+            raise UsageError("--level is for blocks of OME-Zarr; add --block DIM=SIZE, or leave --level out")
+        if self.block and self.runs is not None:
+            raise UsageError("--runs draws neighbouring rows, but samples are blocks; leave --runs or --block out")
+        if self.block and self.rows is not None:
+            raise UsageError("--rows chooses arrays by their rows, but samples are blocks; leave --rows or --block out")
+        if self.block and self.read_as in ("objects", "groups", "rows"):
+            raise UsageError(f"--block and --read-as {self.read_as} contradict each other; leave one of them out")
         if self.fields is not None and not self.fields and not self.key:
             raise UsageError("--fields names no field; name at least one")
         if self.fields or self.rename:

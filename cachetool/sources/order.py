@@ -51,7 +51,8 @@ class PartOrder:
 
     A source is cut into ``cut`` parts. ``part`` has the units whose home number is ``part`` modulo ``cut``. In pass 0
     they come by home number, later in a seeded order of each segment. The order inside a unit does not depend on the
-    cut. A source in one part is drawn in each pass in an order of all its units.
+    cut; with ``in_rows`` it is that of the file. A source in one part is drawn in each pass in an order of all its
+    units.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PartOrder:
         part: int = 0,
         cut: int = 1,
         sequential: bool = False,
+        in_rows: bool = False,
     ) -> None:
         # Units of one sample each need no stored order: positions are units.
         if not isinstance(sizes, int) and (sizes == 1).all():
@@ -75,7 +77,7 @@ class PartOrder:
         segments, home = self._in_units(segments), self._in_units(home)
         # The number seeds the orders inside units. It uses the first segment's length only, so these orders do not
         # change when the source grows by a segment.
-        self._inside = None if sequential else pass_number * (segments[0] if segments else self._units)
+        self._inside = None if sequential or in_rows else pass_number * (segments[0] if segments else self._units)
         self._home: SegmentedOrder | None = None
         label = ""
         if cut > 1:

@@ -228,6 +228,16 @@ class _Lister:
                 # write_listing() with its temporary files deleted.
                 if (kind := RAW if self._reads_raw else census.kind(self._options.read_as)) is not None:
                     raise _Files(kind)
+                if self._options.block:
+                    raise UsageError(
+                        f"--block needs arrays in Zarr, HDF5, netCDF4 or .npy files, but each object of {store.url} is"
+                        " a sample;\nleave --block out, or for .npy files add --read-as npy"
+                    )
+                if self._options.runs is not None:
+                    raise UsageError(
+                        f"--runs draws neighbouring rows of files of arrays or records, but each object of {store.url}"
+                        " is a sample;\nleave --runs out"
+                    )
 
             try:
                 listing = write_listing(

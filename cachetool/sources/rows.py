@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.cf import DIFFER, Packing, decoder
 from cachetool.core.closing import Closing
 from cachetool.core.errors import BadObject, CorruptError, UsageError
-from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.schema import KEY, MAX_RANK, Field, Schema, is_dim
 from cachetool.formats.columnar import parse_header
-from cachetool.sources.cf import Packing, decoder
 from cachetool.sources.limits import check_claims, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
@@ -34,13 +34,17 @@ from cachetool.sources.readers import (
 )
 
 __all__ = [
+    "Boxes",
     "ColumnFile",
+    "Grid",
     "Incomplete",
     "Part",
+    "Place",
     "Slab",
     "StoredColumn",
     "decoded",
     "joined",
+    "named_dims",
     "of_sizes",
     "schema_of_ours",
     "unpadded",
@@ -114,6 +118,13 @@ def joined(values: Sequence[bytes | memoryview]) -> Ragged:
     return of_sizes(np.frombuffer(b"".join(values), dtype=np.uint8), sizes)
 
 
+def named_dims(names: Any, rank: int) -> tuple[str, ...]:
+    """Return the names of ``rank`` dimensions from the metadata of a file; empty if one has no usable name."""
+    if not isinstance(names, list | tuple) or len(names) != rank or not 0 < rank <= MAX_RANK:
+        return ()
+    return tuple(names) if all(map(is_dim, names)) else ()
+
+
 def unpadded(rows: Array) -> Ragged:
     """Return a column from strings of one width, dtype ``S`` or ``U``, (k,), without the NULs at their ends; text as
     UTF-8."""
@@ -135,6 +146,27 @@ class Incomplete:
     reason: str
     """The reason, which a message puts after the column's name."""
 
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """The reading of any box of an array, instead of rows."""
+
+    read: Callable[[tuple[slice, ...]], Array]
+    """Return the box with these bounds, one slice for each dimension, little-endian."""
+    chunks: tuple[int, ...]
+    """The shape of a chunk, the part that is stored together. Sizes of 1 if the values are not in chunks."""
+    places: Callable[[tuple[int, ...]], Iterable[Place]]
+    """Return the places of the chunks, if they are known without reading. The argument is the shape of a block."""
+    fill: Callable[[], Any]
+    """Return the value of elements that were never written, a scalar of the array's dtype."""
+
+
+Grid = Sequence[tuple[str, int, int]]
+"""The blocks of an array, in C order: name, size of a block and number of blocks, for each dimension that is cut."""
+
+Place = tuple[tuple[int, ...], int, int, str]
+"""First index of a chunk in each dimension; then as in :data:`Part`: its first byte in the object, its number of bytes
+(0: the whole object), and the object's key."""
 
 Part = tuple[int, int, int, str]
 """First row of a part, its first byte in the file, and its number of bytes. For Zarr: first row, 0, 0 and the chunk's
@@ -171,12 +203,20 @@ class StoredColumn:
     """:attr:`read` without keeping rows for the next call."""
     packing: Packing = dataclasses.field(default_factory=dict)
     """The CF attributes by which its numbers stand for other values."""
+    alike: bool = True
+    """False if :attr:`packing` does not hold for all rows."""
+    dims: tuple[str, ...] = ()
+    """A name for each dimension of the whole array, the first one (rows) included. Empty if unknown."""
+    boxes: Boxes | None = None
+    """The way to read any box of the array; None for texts and values that differ in size."""
 
     def field(self, name: str) -> Field:
         """Return the field that this array becomes. Raises :class:`UsageError` for a name that no field can have."""
         if self.dtype in ("bytes", "str"):
             return Field(name, self.dtype)
-        return Field(name, self.dtype, (None,) * self.ragged if self.ragged else self.shape[1:])
+        shape = (None,) * self.ragged if self.ragged else self.shape[1:]
+        # Rows of lists have dimensions that the array does not have. Field drops names that do not fit its shape.
+        return Field(name, self.dtype, shape, (), self.dims[1:], self.packing if self.alike else DIFFER)
 
 
 def _decoded(column: StoredColumn) -> StoredColumn | str:
@@ -203,8 +243,23 @@ def _decoded(column: StoredColumn) -> StoredColumn | str:
         column, dtype=dtype.str, nbytes=column.nbytes // stored.itemsize * dtype.itemsize,
         read=lambda start, stop: decode(np.asarray(column.read(start, stop))), once=None, offset=-1, stored="",
         # Decoded values (float64, datetime64) have at most 8 bytes each.
-        piece=column.piece // stored.itemsize * 8, chunk=chunk, parts=parts,
+        piece=column.piece // stored.itemsize * 8, chunk=chunk, parts=parts, boxes=_decoded_boxes(column.boxes, decode),
     )  # fmt: skip
+
+
+def _decoded_boxes(boxes: Boxes | None, decode: Callable[[Array], Array]) -> Boxes | None:
+    if boxes is None:
+        return None
+
+    def fill() -> Any:
+        stored = np.asarray(boxes.fill())[None]
+        try:
+            return decode(stored)[0]
+        # The fill value of a library is no time that datetime64 has.
+        except ValueError:
+            return np.datetime64("NaT", "ns")
+
+    return replace(boxes, read=lambda bounds: decode(boxes.read(bounds)), fill=fill)
 
 
 def decoded(columns: list[StoredColumn], options: SourceOptions, skipped: list[tuple[str, str]]) -> list[StoredColumn]:
@@ -235,18 +290,20 @@ class ColumnFile(Closing):
         cuts: list[int] | None = None,
         ours: Schema | None = None,
         keys: StoredColumn | None = None,
+        grid: Grid = (),
     ) -> None:
         """Choose fields among ``arrays``.
 
         ``stored``: bytes of the input on disk. ``close`` closes what reading the arrays opened. ``cuts``: the rows at
         which the parts that are stored together end, if they differ in size. ``ours``: the schema in the file's mark,
-        if cachetool wrote the file. ``keys``: the samples' keys, if the file has them.
+        if cachetool wrote the file. ``keys``: the samples' keys, if the file has them. ``grid``: the blocks that are
+        the samples, if rows are not.
 
         Raises :class:`UsageError` if no array is left or a field asked for is missing, :class:`BadObject` if the file
         has no arrays, or larger ones than it can hold.
         """
         self.path = path
-        self._close, self.cuts = close, cuts
+        self._close, self.cuts, self.grid = close, cuts, grid
         out = list(skipped)
         if ours is not None:
             arrays = _columns_of_ours(path, ours, arrays, out)
@@ -274,7 +331,10 @@ class ColumnFile(Closing):
                 # Class names of a label come only from the mark that cachetool writes: no other file says what its
                 # numbers stand for.
                 named = ours is not None and name in ours and column.dtype == ours[name].dtype
-                fields.append(replace(one, classes=ours[name].classes) if ours is not None and named else one)
+                if ours is not None and named:
+                    one = replace(one, classes=ours[name].classes, dims=ours[name].dims, packing=ours[name].packing)
+                # Decoded numbers stand for themselves. The column keeps its packing, which tells that it was decoded.
+                fields.append(replace(one, packing={}) if options.decode == "cf" and column.packing else one)
             except UsageError as error:
                 out.append((name, str(error)))
                 continue

@@ -20,7 +20,7 @@ import numpy as np
 
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.schema import KEY, Field, Schema, noted
 from cachetool.sources.decode import Value
 from cachetool.sources.grouping import family
 from cachetool.sources.rows import of_sizes
@@ -291,9 +291,9 @@ def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
     for field in a:
         other = b[field.name]
         if field == other:
-            fields.append(field)
+            fields.append(noted(field, field, other))
         elif field.dtype == other.dtype and field.rank == other.rank:
-            fields.append(Field(field.name, field.dtype, (None,) * field.rank))
+            fields.append(noted(Field(field.name, field.dtype, (None,) * field.rank), field, other))
         else:
             raise BadObject(
                 f"field {field.name!r} is {field.describe()} in {first} but {other.describe()} in {then};"

@@ -3,7 +3,7 @@
 Every array whose first dimension is the number of samples becomes a field; arrays in groups are named ``group/name``,
 and a single array is named after its folder. A missing chunk holds the array's fill value, as Zarr defines it.
 
-CF attributes of an array, as xarray writes them, give the meaning of its numbers: :mod:`cachetool.sources.cf`.
+CF attributes of an array, as xarray writes them, give the meaning of its numbers: :mod:`cachetool.core.cf`.
 
 The metadata are read here first, and Zarr only gets arrays with known codecs. Other codecs that the metadata can name
 unpickle data, also if they stand behind other codecs or inside a shard.
@@ -27,6 +27,7 @@ import math
 import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,23 +36,28 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from cachetool.core.block import Column
+from cachetool.core.cf import packing_of
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
+from cachetool.sources.blocks import Repeated, blocks_of, chunks_of, refuse_ours
 from cachetool.sources.byte_source import Ranges, SourceFile
-from cachetool.sources.cf import packing_of
 from cachetool.sources.flat import unflattened, wants_arrays
 from cachetool.sources.groups import by_groups, too_many
 from cachetool.sources.limits import allowed, check_allocation, quoted
+from cachetool.sources.ome import Level, levels_of
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
 from cachetool.sources.rows import (
+    Boxes,
     ColumnFile,
     Part,
+    Place,
     Slab,
     StoredColumn,
     decoded,
     joined,
+    named_dims,
     schema_of_ours,
     unpadded,
     wants_of_ours,
@@ -196,8 +202,22 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
     attributes = about.get("attributes")
     marked = isinstance(attributes, dict) and ATTRIBUTE in attributes
     ours = schema_of_ours(file, attributes[ATTRIBUTE]) if isinstance(attributes, dict) and marked else None
+    if options.block and ours is not None:
+        raise refuse_ours(file)
     wants = wants_of_ours(options) if ours is not None else wants_arrays(options)
-    for name, folder, metadata in _arrays(file, root, about):
+    if options.block:
+        wants = options.wants
+    levels: dict[str, Level] = {}
+    for path, folder, metadata in _arrays(file, root, about, levels if options.block else None):
+        level = levels.get(path)
+        name = level.name if level is not None else path
+        if level is not None and level.number != (options.level or 0):
+            if (options.level or 0) >= level.levels:
+                raise UsageError(
+                    f"{file}: --level {options.level}: image {quoted(name)} has the levels 0 to {level.levels - 1}"
+                )
+            skipped.append((path, f"level {level.number} of {quoted(name)}; to read it: --level {level.number}"))
+            continue
         if not wants(name):
             skipped.append((name, NOT_ASKED))
             continue
@@ -209,25 +229,36 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
         if isinstance(column, str):
             skipped.append((name, column))
         else:
-            columns.append(column)
+            columns.append(column if level is None else replace(column, dims=level.axes))
 
     for slab in slabs:
         # All arrays of the file together may keep 256 MiB of rows.
         slab.share(len(slabs))
 
+    repeated = Repeated()
+
     def close() -> None:
         for slab in slabs:
             slab.drop()
+        repeated.drop()
 
     columns = decoded(columns, options, skipped)
+    if options.block:
+        columns, grid = blocks_of(file, columns, options, skipped, stored=file.size, repeated=repeated)
+        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=close, grid=grid)
     columns, keys = by_groups(file, columns, options, skipped, stored=file.size, ours=ours is not None)
     if ours is None and keys is None:
         columns = unflattened(file, columns, skipped, options)
     return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=close, ours=ours, keys=keys)
 
 
-def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[tuple[str, _Folder, dict[str, Any]]]:
-    """Yield name, folder and metadata of all arrays below ``root``, whose metadata are ``about``."""
+def _arrays(
+    path: SourceFile, root: _Folder, about: dict[str, Any], levels: dict[str, Level] | None
+) -> Iterator[tuple[str, _Folder, dict[str, Any]]]:
+    """Yield name, folder and metadata of all arrays below ``root``, whose metadata are ``about``.
+
+    The levels of images of OME-Zarr are added to ``levels`` before their arrays are yielded, if it is not None.
+    """
     folders = [("", root)]
     count = 0
     while folders:
@@ -244,6 +275,8 @@ def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[
         if name.count("/") >= _MAX_DEPTH:
             raise BadObject(f"{path}: groups are nested more than {_MAX_DEPTH} deep at {quoted(name)}")
         with reading(f"{path}: group {quoted(name)}"):
+            if levels is not None:
+                levels |= levels_of(name, _attributes(folder, metadata))
             folders += [(f"{name}/{entry}" if name else entry, folder.below(entry)) for entry in folder.folders()]
 
 
@@ -347,8 +380,74 @@ def _column(
         # Several chunks of a shard lie in one object, so a chunk has no key of its own to fetch.
         parts=None if array.shards else lambda: _parts(folder, array),
         once=fetch,
-        packing=packing_of(_attributes(folder, metadata), little),
+        packing=packing_of(attributes := _attributes(folder, metadata), little),
+        dims=named_dims(metadata.get("dimension_names") or attributes.get("_ARRAY_DIMENSIONS"), len(array.shape)),
+        boxes=Boxes(
+            lambda bounds: np.ascontiguousarray(array[bounds], dtype=little),
+            array.chunks,
+            lambda shape: _places(folder, array, shape),
+            lambda: _fill(array, attributes, little),
+        ),
     )
+
+
+def _fill(array: Any, attributes: dict[str, Any], dtype: np.dtype[Any]) -> Any:
+    """Return the number that stands for a missing value: by CF, else the one of chunks that were never written."""
+    fill = (packing_of(attributes, dtype).get("_FillValue") or [array.fill_value])[0]
+    return np.zeros((), dtype)[()] if fill is None else np.asarray(fill).astype(dtype)[()]
+
+
+_MAX_SHARDS = 4096
+"""Most shards of an array whose indexes are read in advance."""
+_NOWHERE = 2**64 - 1
+_INDEX_BYTES = 16
+_CRC32C_BYTES = 4
+
+
+def _places(folder: _Folder, array: Any, shape: tuple[int, ...]) -> Iterator[Place]:
+    """Yield the places of all chunks. ``shape`` is the shape of a block."""
+    if not array.shards:
+        for corner in chunks_of(array.shape, array.chunks):
+            at = tuple(first // max(1, chunk) for first, chunk in zip(corner, array.chunks, strict=True))
+            yield corner, 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
+        return
+    shards = list(itertools.islice(chunks_of(array.shape, array.shards), _MAX_SHARDS + 1))
+    if len(shards) > _MAX_SHARDS:
+        return
+    inner = tuple(whole // chunk for whole, chunk in zip(array.shards, array.chunks, strict=True))
+    for corner in shards:
+        key = array.metadata.encode_chunk_key(
+            tuple(first // whole for first, whole in zip(corner, array.shards, strict=True))
+        )
+        # zarr fetches a shard as a whole if a block has all of its chunks, and otherwise chunk by chunk.
+        if all(
+            first // step == (first + whole - 1) // step and first + whole <= size
+            for first, whole, step, size in zip(corner, array.shards, shape, array.shape, strict=True)
+        ):
+            yield corner, 0, 0, folder.prefix + key
+            continue
+        index = _shard_index(folder, array, key, math.prod(inner))
+        for number, (start, nbytes) in enumerate(index):
+            if start != _NOWHERE and 0 < nbytes < 2**62 and start < 2**62:
+                at = np.unravel_index(number, inner)
+                first = tuple(
+                    base + int(place) * chunk for base, place, chunk in zip(corner, at, array.chunks, strict=True)
+                )
+                yield first, int(start), int(nbytes), folder.prefix + key
+
+
+def _shard_index(folder: _Folder, array: Any, key: str, chunks: int) -> list[list[int]]:
+    """Return the first byte and the bytes of each chunk of a shard; nothing if the index is not a plain one."""
+    codec: Any = array.metadata.codecs[-1] if array.metadata.codecs else None
+    names = [type(one).__name__ for one in getattr(codec, "index_codecs", ())]
+    if names not in (["BytesCodec"], ["BytesCodec", "Crc32cCodec"]) or len(array.metadata.codecs) != 1:
+        return []
+    nbytes = _INDEX_BYTES * chunks
+    order = "<u8" if getattr(codec.index_codecs[0].endian, "value", "little") == "little" else ">u8"
+    raw = folder.end_of(key, nbytes + _CRC32C_BYTES * (len(names) - 1), at_end=codec.index_location.value == "end")
+    if raw is None or len(raw) < nbytes:
+        return []
+    return np.frombuffer(raw, dtype=order, count=2 * chunks).reshape(-1, 2).tolist()
 
 
 def _length(array: Any) -> int:
@@ -410,6 +509,13 @@ class _Folder:
             raise BadObject(f"{key}: its {size} bytes are too many for metadata")
         body = None if size is None else self._ranges.object(key)
         return None if body is None else bytes(body)
+
+    def end_of(self, key: str, count: int, *, at_end: bool) -> memoryview | bytes | None:
+        """Return the last ``count`` bytes of an object, or the first ones; None when it does not exist."""
+        size = self._ranges.size(self.prefix + key)
+        if size is None or size < count:
+            return None
+        return self._ranges.part_of(self.prefix + key, size - count if at_end else 0, count)
 
     def folders(self) -> Iterator[str]:
         """Return the folders that hold metadata, directly or below, in order of their names."""

@@ -1,7 +1,8 @@
-"""CF attributes of an array: the meaning of its stored numbers, and ``--decode cf``, which computes the values.
+"""CF attributes of an array: the meaning of its stored numbers, and the computation of the values.
 
 netCDF4 keeps these attributes with a dataset of HDF5, and xarray with an array of Zarr (https://cfconventions.org,
-2.5.1, 4.4 and 8.1). The files of one series differ in them, so they are kept and applied for each file::
+2.5.1, 4.4 and 8.1). The files of one series may differ in them. ``--decode cf`` of a pull applies those of each file;
+``decode="cf"`` of a loader applies those of a field, which all of its samples must share::
 
     _Unsigned                     the same bits as integers without, or with, a sign
     _FillValue, missing_value     not a number
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +32,21 @@ import numpy.typing as npt
 
 from cachetool.core.text import shown
 
-__all__ = ["ATTRIBUTES", "Packing", "decoder", "described", "packing_of"]
+__all__ = ["ATTRIBUTES", "DIFFER", "Packing", "checked", "decoder", "described", "packing_of"]
 
 ATTRIBUTES = ("_Unsigned", "_FillValue", "missing_value", "scale_factor", "add_offset", "units", "calendar")
 
 Packing = Mapping[str, Any]
 """The attributes of :data:`ATTRIBUTES` that change the meaning of an array's numbers, as plain values. Empty if there
 are none."""
+DIFFER: Packing = {"differ": True}
+"""In place of the attributes of a field whose samples do not share them."""
 Array = npt.NDArray[Any]
 
 # A limit against hostile files: an attribute may hold any number of fill values, and each is compared with every number
 # of the array.
 _MAX_FILLS = 16
+_MAX_TEXT = 100
 _SINCE = re.compile(
     r"\s*(?P<unit>[A-Za-z]+)\s+since\s+(?P<year>[+-]?\d{1,5})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
     r"(?:[T\s]+(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?)?"
@@ -86,10 +91,46 @@ def packing_of(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> Packing:
     if re.match(r"\s*\w+\s+since\s", units):
         # The packing is written into table.json of the listing, once for each layout, so the text of a hostile file is
         # cut.
-        packing["units"] = units[:100]
+        packing["units"] = units[:_MAX_TEXT]
         if calendar := _text(attributes.get("calendar")):
-            packing["calendar"] = calendar[:100]
+            packing["calendar"] = calendar[:_MAX_TEXT]
     return packing
+
+
+def checked(packing: object, dtype: np.dtype[Any]) -> Packing:
+    """Return attributes that were read from a record, for numbers of ``dtype``; none if some are not as
+    :func:`packing_of` returns them."""
+    if not isinstance(packing, Mapping) or not packing or dtype.kind not in "iuf":
+        return {}
+    if "differ" in packing:
+        return DIFFER
+    return dict(packing) if all(name in _GOOD and _GOOD[name](value) for name, value in packing.items()) else {}
+
+
+def _is_number(value: object) -> bool:
+    # JSON may hold integers of any size, which float64 does not, and words for numbers that other programs refuse.
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    return type(value) is float and math.isfinite(value)
+
+
+def _are_fills(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= _MAX_FILLS and all(map(_is_number, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
+
+
+_GOOD: Mapping[str, Callable[[object], bool]] = {
+    "_Unsigned": lambda value: value in ("true", "false"),
+    "_FillValue": _are_fills,
+    "missing_value": _are_fills,
+    "scale_factor": _is_number,
+    "add_offset": _is_number,
+    "units": _is_text,
+    "calendar": _is_text,
+}
 
 
 def described(packings: Sequence[Mapping[str, Packing]]) -> str:
@@ -105,13 +146,22 @@ def described(packings: Sequence[Mapping[str, Packing]]) -> str:
     files = ", which differ from file to file" if differ else ""
     return (
         f"CF attributes of {', '.join(fields[:5])}{more} ({names}{files}): the stored numbers are encoded;"
-        " --decode cf decodes them"
+        f" --decode cf decodes them{_loader_way(fields, differ=differ)}"
     )
 
 
-def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Callable[[Array], Array]] | str:
+def _loader_way(fields: Sequence[str], *, differ: bool) -> str:
+    """Return the advice to decode in a loader, which needs attributes that all samples share."""
+    if differ:
+        return ""
+    return f", or decode={{{fields[0]!r}: 'cf'}} of a loader" if len(fields) == 1 else ", or decode='cf' of a loader"
+
+
+def decoder(
+    dtype: np.dtype[Any], packing: Packing, *, counts: str = "; leave out --decode cf to read the counts as numbers"
+) -> tuple[np.dtype[Any], Callable[[Array], Array]] | str:
     """Return the dtype of the values that numbers of ``dtype`` stand for, and a function that computes them; or the
-    reason why this is impossible."""
+    reason why this is impossible. ``counts`` is the way to read times as plain numbers, for messages."""
     other = "u" if dtype.kind == "i" else "i"
     plain = np.dtype(f"<{other}{dtype.itemsize}") if "_Unsigned" in packing else dtype
     fills = _fills(packing, dtype, plain)
@@ -130,15 +180,18 @@ def decoder(dtype: np.dtype[Any], packing: Packing) -> tuple[np.dtype[Any], Call
     if "units" in packing:
         origin = _origin(packing)
         if isinstance(origin, str):
-            return origin
+            return origin + counts
         # Integer counts stay integers: nanoseconds since 1970 need more than the 53 bits of float64.
         exact = dtype.kind in "iu" and scale is None and offset is None
 
         def times(stored: Array) -> Array:
-            if not exact:
-                return _times(*numbers(stored), *origin)
             raw = stored.view(plain)
-            return _times(raw, np.isin(raw, fills), *origin)
+            # Without NaN and scale the numbers themselves are the counts.
+            values, missing = (raw, np.isin(raw, fills)) if exact else numbers(stored)
+            try:
+                return _times(values, missing, *origin)
+            except ValueError as error:
+                raise ValueError(f"{error}{counts}") from error
 
         return np.dtype("<M8[ns]"), times
     if not fills.size and scale is None and offset is None:
@@ -179,20 +232,19 @@ def _origin(packing: Packing) -> tuple[int, int] | str:
     """Return the nanoseconds of a unit of time, and the nanoseconds from 1970 to the origin of the counts; or the
     reason why the units are refused."""
     units, calendar = str(packing["units"]), str(packing.get("calendar", "standard")).lower()
-    counts = "; leave out --decode cf to read the counts as numbers"
     match = _SINCE.fullmatch(units)
     if calendar not in _CALENDARS:
-        return f"its times use the calendar {shown(calendar)}, which datetime64 does not support{counts}"
+        return f"its times use the calendar {shown(calendar)}, which datetime64 does not support"
     unit = None if match is None else _NANOSECONDS.get(match["unit"].lower())
     if match is None or unit is None:
-        return f"its units {shown(units)} are not a supported unit of time{counts}"
+        return f"its units {shown(units)} are not a supported unit of time"
     year, month, day = int(match["year"]), int(match["month"]), int(match["day"])
     try:
         date = np.datetime64(
             f"{year:05d}-{month:02d}-{day:02d}" if year < 0 else f"{year:04d}-{month:02d}-{day:02d}", "D"
         )
     except ValueError:
-        return f"its units {shown(units)} have no valid date{counts}"
+        return f"its units {shown(units)} have no valid date"
     days = int(date.astype(np.int64))
     # Until the reform of 1582 the standard calendar is the Julian one, which NumPy does not know. proleptic_gregorian
     # extends the Gregorian calendar backwards.
@@ -234,9 +286,7 @@ def _times(counts: Array, missing: Array, unit: int, origin: int) -> Array:
         ends = [int(end) if np.isfinite(end) else 2**63 for end in (floors[~missing].min(), floors[~missing].max())]
         # Python's integers do not overflow. The arrays below would wrap around silently to a wrong date.
         if any(not -(2**63) < (end + units + step) * unit < 2**63 for end in ends for step in (0, 1)):
-            raise ValueError(
-                "times outside of the years 1678 to 2262; leave out --decode cf to read the counts as numbers"
-            )
+            raise ValueError("times outside of the years 1678 to 2262")
     nanos = (floors.astype(np.int64) + np.where(missing, 0, units)) * unit + nanoseconds
     if counts.dtype.kind == "f":
         nanos += np.rint((counts - floors) * unit).astype(np.int64)
