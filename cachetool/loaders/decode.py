@@ -3,9 +3,11 @@
 ::
 
     decode={"image": JPEG(size=224)}  --parse_decode-->  (("image", "jpeg", {"size": (224, 224), ...}),)   in Settings
+    decode={"t2m": "cf"}                                 (("t2m", "cf", {}),)
+    decode="cf"                                          (("*", "cf", {}),)
                                                           Decoders of each feeder (cachetool.loaders.feed.decoders)
 
-A further decoder has a name in :data:`_BY_NAME` with a dataclass of its options, and an entry in
+A further decoder has a name in :data:`_NAMES`, with a dataclass of its options if it has some, and an entry in
 :mod:`cachetool.loaders.feed.decoders`.
 """
 
@@ -23,10 +25,13 @@ from cachetool.core.errors import MissingExtra, UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_flag
 
-__all__ = ["JPEG", "Decode", "DecodeOption", "parse_decode"]
+__all__ = ["ALL", "JPEG", "Decode", "DecodeOption", "parse_decode"]
 
 Decode: TypeAlias = tuple[tuple[str, str, Mapping[str, Any]], ...]
 """For each field its name, the name of its decoder, and the decoder's options as plain values."""
+
+ALL = "*"
+"""In place of the name of a field: all fields that have CF attributes. No field can have this name."""
 
 _MOST = 8000
 """Most pixels of one side of ``size``, because OpenCV addresses 2**15 pixels of a side, and four are averaged."""
@@ -91,10 +96,12 @@ class JPEG:
             raise UsageError(f"crop={self.crop!r} needs a size that boxes are resized to: size=(224, 224)")
 
 
-DecodeOption: TypeAlias = Mapping[str, str | JPEG]
-"""Names of fields, each with the name of a decoder or with its options."""
+DecodeOption: TypeAlias = Mapping[str, str | JPEG] | str
+"""Names of fields, each with the name of a decoder or with its options; or ``"cf"`` for all fields with CF
+attributes."""
 
-_BY_NAME: Mapping[str, type[JPEG]] = {"jpeg": JPEG}
+_CF = "cf"
+_NAMES = (JPEG.decoder, _CF)
 
 
 def parse_decode(value: object) -> Decode:
@@ -102,21 +109,29 @@ def parse_decode(value: object) -> Decode:
     that decodes is not installed."""
     if value is None:
         return ()
+    if is_one_of(value, (_CF,)):
+        return ((ALL, _CF, {}),)
     if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
-        raise UsageError(f"decode={shown(value)} cannot be used; it must be a dict such as {{'image': 'jpeg'}}")
-    parsed = []
+        raise UsageError(
+            f"decode={shown(value)} cannot be used; it must be a dict such as {{'image': 'jpeg'}}, or 'cf'"
+        )
+    parsed: list[tuple[str, str, Mapping[str, Any]]] = []
     for field, decoder in value.items():
         options: Any = decoder
-        if is_one_of(decoder, _BY_NAME):
-            options = _BY_NAME[str(decoder)]()
-        if type(options) not in _BY_NAME.values():
+        if is_one_of(decoder, (_CF,)):
+            parsed.append((field, _CF, {}))
+            continue
+        if is_one_of(decoder, (JPEG.decoder,)):
+            options = JPEG()
+        if type(options) is not JPEG:
             raise UsageError(
                 f"decode={{{field!r}: {shown(decoder)}}} cannot be used; the decoders are"
-                f" {', '.join(map(repr, _BY_NAME))}, or with options JPEG(size=(224, 224))"
+                f" {', '.join(map(repr, _NAMES))}, or with options JPEG(size=(224, 224))"
             )
         parsed.append((field, options.decoder, dataclasses.asdict(options)))
     # Looked up and not imported: only the feeders need them.
-    if not all(map(importlib.util.find_spec, ("simplejpeg", "cv2", "PIL"))):
+    images = any(decoder == JPEG.decoder for _, decoder, _ in parsed)
+    if images and not all(map(importlib.util.find_spec, ("simplejpeg", "cv2", "PIL"))):
         raise MissingExtra("decode= of JPEG images", "image")
     return tuple(parsed)
 

@@ -26,11 +26,12 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import names_of
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_duration, parse_flag, parse_text, parse_whole
+from cachetool.loaders.crop import Corner, CropOption, OffsetsOption, parse_crop, parse_offsets
 from cachetool.loaders.decode import DecodeOption, parse_decode
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.feed.protocol import Feed
-from cachetool.loaders.feed.transform import Function, dumps
+from cachetool.loaders.feed.transform import Function, Functions, dumps
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.other_names import OF_LOADERS, answering
@@ -72,6 +73,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     values["where"] = parse_where(values["where"])
     values["decode"] = parse_decode(values["decode"])
     values["pad"], values["varlen"] = parse_pad(values["pad"], values["varlen"])
+    cutting = [values.pop(name) for name in ("crop", "crops", "stride", "corner", "crop_pad")]
+    values["crop"], values["offsets"] = parse_crop(*cutting), parse_offsets(values["offsets"])
     _check(values)
     if isinstance(cache_or_paths, CacheDir):
         # Feeders open the cache by its folder, so the cap of this open cache must be on the disk before they start.
@@ -81,7 +84,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     if values["min_each"]:
         # A validation side or a selection may be smaller than one batch for ever, so a loader that waited for a whole
         # batch would never begin.
-        may_be_few = values["split"] == "validation" or values["where"] is not None
+        may_be_few = values["split"] == "validation" or values["where"] is not None or bool(values["offsets"])
         values["min_samples"] = 1 if may_be_few else values["batch_size"]
     values |= {
         "root": str(root),
@@ -218,8 +221,29 @@ class BaseLoader(Closing, ABC, Generic[T]):
             result fixes the fields, dtypes and shapes. Default: none.
         transform_each: ``"sample"``: ``transform`` gets one sample. ``"batch"``: it gets a dict of columns, arrays of
             shape (k, *shape). Default: ``"sample"``.
-        decode: Fields that the feeders decode, before ``transform``: a dict from the name of a field of bytes to
-            ``"jpeg"`` or to :class:`JPEG` with a size, a crop and a flip. Needs the extra ``image``. Default: none.
+        decode: Fields that the feeders decode, before ``transform``: a dict from the name of a field to a decoder.
+            ``"jpeg"``, or :class:`JPEG` with a size, a crop and a flip: bytes of an image; needs the extra ``image``.
+            ``"cf"``: numbers with CF attributes such as ``scale_factor`` become the values they stand for, with NaN
+            where one is missing; float32, or float64 if stored integers have more than 16 bits or floats 64; times
+            become datetime64[ns]. The string ``"cf"`` in place of a dict decodes all fields with CF attributes.
+            Default: none.
+        crop: Boxes that are cut out of the samples: a dict from the name of a field to the sizes of its boxes, such as
+            ``{"volume": (64, 64, 64)}``; None as a size keeps a whole axis. The epoch then counts, shuffles and divides
+            crops, and a batch has the first elements of the boxes as ``NAME_corner``, int64 of shape (k, rank). Fields
+            of one shape with boxes of one shape get the same corners. Default: samples as a whole.
+        crops: Number of random boxes of each sample in each epoch, or ``"grid"``: boxes side by side that cover each
+            sample; the last box of an axis ends where the sample ends. Default: 1.
+        stride: Distance of the boxes of a grid, a number or one for each axis. Default: the sizes of the box.
+        corner: A function that chooses the corners in place of chance. It gets a sample, whose fields are read when
+            they are asked for, and a ``numpy.random.Generator``, and returns the first element of the box, one number
+            for each axis; a box that would reach outside is moved inside. The feeders call it. Default: none.
+        crop_pad: How a sample that is smaller than its box is filled up behind its end: a number, ``"reflect"`` or
+            ``"edge"``. Default: such a sample is an error.
+        offsets: Fields of which a batch has the values of neighbouring samples: a dict from the name of a field to
+            numbers of rows, such as ``{"t2m": (-2, -1, 0, 1)}``; t2m then has the shape (k, 4, *shape). The last number
+            in ``__key__`` tells which samples are neighbours, and the text around it which series they are of. A sample
+            that lacks a neighbour in the cache is left out. Other fields are those of the sample itself. With
+            ``split``, runs of 128 rows go to one side. Default: none.
         pad: Pad ragged fields to the longest sample of each batch: a dict from the name of a field to the number that
             fills it up, or to a :class:`~cachetool.loaders.padding.Pad`. The batch then has an array of shape
             (k, longest) and the lengths as ``NAME_length``. ``transform`` gets and returns samples without padding.
@@ -237,7 +261,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
         where: Read only samples with these values: a dict from the name of a field to a number, a text, or a set, list
             or range of them. All fields must match. Example: ``{"label": {0, 1}}``. Default: all samples.
         min_samples: Samples that must be in the cache before the first epoch begins. Default: ``world_size`` x
-            ``batch_size``; with ``split="validation"`` or ``where``: ``world_size``.
+            ``batch_size``; with ``split="validation"``, ``where`` or ``offsets``: ``world_size``.
         wait: Longest time to wait for ``min_samples``, in seconds or as text such as ``"10min"``. Default: 600.
         hold: Time for which the snapshot of the next epoch stays leased after the present epoch ended or its loop was
             left, in seconds or as text. Default: 60.
@@ -273,6 +297,12 @@ class BaseLoader(Closing, ABC, Generic[T]):
         transform: Function | None = None,
         transform_each: str = "sample",
         decode: DecodeOption | None = None,
+        crop: CropOption | None = None,
+        crops: int | str | None = None,
+        stride: int | Sequence[int] | None = None,
+        corner: Corner | None = None,
+        crop_pad: float | str | None = None,
+        offsets: OffsetsOption | None = None,
         pad: PadOption | None = None,
         varlen: VarlenOption | None = None,
         dataset: str | None = None,
@@ -293,12 +323,12 @@ class BaseLoader(Closing, ABC, Generic[T]):
         self._here: tuple[int, Settings] | None = None
         """Process id, and the settings with the rank and world size of that process."""
         self._fed_with: Settings | None = None
-        self._transform = transform
+        self._functions = Functions(transform, corner)
         self._concurrent, self._claim = concurrent, threading.Lock()
         self._home: threading.Thread | None = None
         # Serialised in the constructor, so that a function that cannot be sent to the feeders raises its error here,
         # and not at the first epoch.
-        self._function = b"" if transform is None or self._workers == 0 else dumps(transform)
+        self._sent = b"" if self._workers == 0 else dumps(self._functions)
         self._epoch, self._chosen = 0, False
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -624,12 +654,12 @@ class BaseLoader(Closing, ABC, Generic[T]):
     def _new_feed(self) -> Feed:
         settings = self._placed()
         if self._workers:
-            return Processes(settings, feeders=self._workers, transform=self._function)
+            return Processes(settings, feeders=self._workers, functions=self._sent)
         # Imported only for workers=0. Otherwise the training process would load the modules that read shards, which
         # only feeders need.
         from cachetool.loaders.feed.in_process import InProcess
 
-        return InProcess(settings, transform=self._transform)
+        return InProcess(settings, functions=self._functions)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -693,6 +723,10 @@ class BaseLoader(Closing, ABC, Generic[T]):
         values: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
         if self._settings.where is not None:
             values["where"] = str(where_dict(self._settings.where))
+        if self._settings.crop is not None:
+            values["crop"] = self._settings.crop.state()
+        if self._settings.offsets:
+            values["offsets"] = str(dict(self._settings.offsets))
         return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -706,14 +740,15 @@ class BaseLoader(Closing, ABC, Generic[T]):
 
         Raises:
             UsageError: ``state`` is not the state of a loader; ``seed`` is another one; or, for a state from the middle
-                of an epoch, ``shuffle``, ``split``, ``validation`` or ``where`` is another one. The loader is then
-                unchanged.
+                of an epoch, ``shuffle``, ``split``, ``validation``, ``where``, ``crop`` or ``offsets`` is another one.
+                The loader is then unchanged.
         """
         require_state(state, SAVED, of="loaders")
-        # States of earlier versions have fewer settings, and a state without where= has no entry for it. A state at the
-        # edge of an epoch may be loaded with other settings, because it names no samples.
-        saved = {"where": None, **(state.get("order") or {})} if state.get("resume") else {}
-        here = {"seed": self._settings.seed, "where": None, **self._order()}
+        # A state without where=, crop= or offsets= has no entry for it. A state at the edge of an epoch may be loaded
+        # with other settings, because it names no samples.
+        none = {"where": None, "crop": None, "offsets": None}
+        saved = {**none, **(state.get("order") or {})} if state.get("resume") else {}
+        here = {"seed": self._settings.seed, **none, **self._order()}
         require_same({"seed": state.get("seed"), **saved}, here, of="loader")
         self._epoch = self._resumed = int(state["epoch"])
         self._others = -1

@@ -156,13 +156,20 @@ class EpochOrder:
     (k,).
 
     ``full`` is a permutation of all samples. ``window`` keeps runs of neighbouring samples together, about 256 KiB each
-    (``nbytes`` is the known size of a sample). It permutes the runs, and then the samples within each window of 256
-    runs, so a disk reads nearly in order. ``no`` is the order in which the samples arrived. The order depends on the
-    arguments alone.
+    (``nbytes`` is the known size of a sample, of which ``together`` crops are counted). It permutes the runs, and then
+    the samples within each window of 256 runs, so a disk reads nearly in order. ``no`` is the order in which the
+    samples arrived. The order depends on the arguments alone.
     """
 
     def __init__(
-        self, samples: int, *, shuffle: Shuffle = "full", seed: int = 0, epoch: int = 0, nbytes: int = 0
+        self,
+        samples: int,
+        *,
+        shuffle: Shuffle = "full",
+        seed: int = 0,
+        epoch: int = 0,
+        nbytes: int = 0,
+        together: int = 1,
     ) -> None:
         self._samples, self._seed, self._epoch = samples, seed, epoch
         self._permutation = Permutation(samples, seed=seed, pass_number=epoch) if shuffle == "full" else None
@@ -170,7 +177,7 @@ class EpochOrder:
         """Number of samples of a window; 0 if there are no windows."""
         if shuffle != "window":
             return
-        self._run = max(1, RUN_BYTES // max(1, nbytes))
+        self._run = max(1, RUN_BYTES // max(1, nbytes)) * together
         self.window = self._run * _WINDOW_RUNS
         runs, self._remainder = divmod(samples, self._run)
         self._runs = Permutation(runs + 1, seed=seed, pass_number=epoch)

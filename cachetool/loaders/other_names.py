@@ -36,6 +36,7 @@ OF_LOADERS: Mapping[str, str] = {
     "filter": "use where=, a dict of fields and their values",
 }
 """Arguments of other loaders, each with the answer that a loader of cachetool gives."""
+_CROPS = ("crop", "crops", "stride", "corner", "crop_pad")
 _LOADER = "a dataset for a DataLoader returns all samples; use cachetool.loaders.torch.Loader with"
 OF_DATASETS: Mapping[str, str] = {
     "where": f"{_LOADER} where=",
@@ -43,6 +44,8 @@ OF_DATASETS: Mapping[str, str] = {
     "split": f"{_LOADER} split=",
     "validation": f"{_LOADER} split= and validation=",
     "pad": f"{_LOADER} pad=",
+    **dict.fromkeys(_CROPS, f"{_LOADER} crop="),
+    "offsets": f"{_LOADER} offsets=",
     "varlen": f"{_LOADER} varlen=",
     "batch_size": "pass it to the DataLoader, or use cachetool.loaders.torch.Loader, which makes the batches itself",
 }
@@ -53,6 +56,8 @@ OF_TENSORFLOW: Mapping[str, str] = {
     " cachetool.loaders.numpy.Loader with decode= to the trainer",
     "pad": f"{_RAGGED} dataset.map() pads with .to_tensor(default_value=0)",
     "varlen": f"{_RAGGED} has .flat_values and .row_splits",
+    **dict.fromkeys(_CROPS, "give the batches of cachetool.loaders.numpy.Loader with crop= to the trainer"),
+    "offsets": "give the batches of cachetool.loaders.numpy.Loader with offsets= to the trainer",
 }
 """Arguments of loaders, each with the answer that a dataset of TensorFlow gives."""
 

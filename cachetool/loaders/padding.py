@@ -31,7 +31,7 @@ from cachetool.core.text import shown
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.runs import Int64s, as_bytes, copy_runs, ends
 
-__all__ = ["Layout", "Pad", "PadOption", "Pads", "VarlenOption", "opened", "parse_pad"]
+__all__ = ["Layout", "Pad", "PadOption", "Pads", "VarlenOption", "fill_value", "opened", "parse_pad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Layout:
                     Field(_longest(name), "<i8"),
                 ]
                 continue
-            self._fills[name] = _fill(field, pad.value)
+            self._fills[name] = fill_value(field, pad.value, what="pad=")
             added[name] = [Field(name, field.dtype, (None,) * (field.rank + 1))]
             if pad.mask is None:
                 added[name].append(Field(_length(name), "<i8", () if field.rank == 1 else (field.rank,)))
@@ -410,8 +410,9 @@ def _whole(values: npt.NDArray[Any], shape: tuple[int, ...]) -> Ragged:
     return Ragged(values, np.array([0, len(values)], dtype=np.int64), np.array([shape], dtype=np.int64))
 
 
-def _fill(field: Field, value: float) -> Any:
-    """Return the number in the type of the field. Raises :class:`UsageError` if the type cannot hold it."""
+def fill_value(field: Field, value: float, *, what: str) -> Any:
+    """Return the number in the type of the field. Raises :class:`UsageError`, which begins with ``what``, if the type
+    cannot hold it."""
     kind = field.numpy.kind
     if kind == "b" and value in (0, 1):
         return np.bool_(value)
@@ -420,6 +421,6 @@ def _fill(field: Field, value: float) -> Any:
     try:
         column = Block.from_samples(Schema((stored,)), [{field.name: value}]).columns[field.name]
     except UsageError as error:
-        raise UsageError(f"pad= has the value {value}: {error}") from None
+        raise UsageError(f"{what} has the value {value}: {error}") from None
     assert not isinstance(column, Ragged)
     return column.view(field.numpy)[0]

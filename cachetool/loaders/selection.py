@@ -7,7 +7,7 @@ divides the selected samples only. A field of numbers is compared in the column 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,11 +20,11 @@ from cachetool.core.text import shown
 from cachetool.loaders.order import Int64s
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
-from cachetool.loaders.settings import Settings, Value, Where
+from cachetool.loaders.settings import Value, Where
 from cachetool.loaders.split import Split
 from cachetool.loaders.view import ShardFile, View
 
-__all__ = ["Selection", "WhereOption", "parse_where", "selection"]
+__all__ = ["ByPart", "Selection", "WhereOption", "parse_where"]
 
 WhereOption: TypeAlias = Mapping[str, Any]
 """Type of ``where=``: values by field; one number or text, or a set, list, tuple, range or array of them."""
@@ -70,11 +70,36 @@ def _value(name: str, value: Any) -> Value:
     return int(value) if math.isfinite(value) and value == int(value) else value
 
 
-def selection(settings: Settings) -> Selection | None:
-    """Return the selection of these settings; None if an epoch reads all samples."""
-    if settings.split is None and settings.where is None:
-        return None
-    return Selection(settings.split, settings.validation, settings.where)
+class ByPart:
+    """Arrays of numbers about the samples of shard files, computed once for each file.
+
+    One object may serve several threads.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], Int64s] = {}
+
+    def of(self, view: View, compute: Callable[[View, Int64s, MappedParts], Int64s]) -> list[Int64s]:
+        """Return the array of each shard file of ``view``, in order.
+
+        ``compute(view, indices, places)`` returns the array of one file, whose samples are ``indices`` of that view.
+        """
+        known = self._known
+        fresh = {_identity(part): part for part in view.parts if _identity(part) not in known}
+        computed = dict[tuple[str, int], Int64s]()
+        if fresh:
+            places = MappedParts()
+            try:
+                parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
+                for name, start, stop in zip(fresh, parts.starts[:-1].tolist(), parts.starts[1:].tolist(), strict=True):
+                    computed[name] = compute(parts, np.arange(start, stop, dtype=np.int64), places)
+            finally:
+                places.close()
+        both = known | computed
+        # A new dict that has only the shards of this view, so that evicted shards are forgotten. It replaces the old
+        # dict in one step, because another thread may ask for another view meanwhile.
+        self._known = {_identity(part): both[_identity(part)] for part in view.parts}
+        return list(map(both.__getitem__, map(_identity, view.parts)))
 
 
 class Selection:
@@ -83,7 +108,7 @@ class Selection:
     def __init__(self, split: str | None, validation: float, where: Where | None) -> None:
         self._split = None if split is None else Split(split, validation)
         self._where = dict(where or ())
-        self._by_part: dict[tuple[str, int], Int64s] = {}
+        self._by_part = ByPart()
 
     def chosen(self, view: View) -> Int64s:
         """Return the indices in ``view`` of the selected samples, ascending, int64.
@@ -92,21 +117,10 @@ class Selection:
         """
         schema = self._schema(view.schema)
         wanted = {name: _stored(view.schema[name], values) for name, values in self._where.items()}
-        by_part = {_identity(part): self._by_part.get(_identity(part)) for part in view.parts}
-        fresh = {_identity(part): part for part in view.parts if by_part[_identity(part)] is None}
-        places = MappedParts()
-        try:
-            parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
-            for number, name in enumerate(fresh):
-                by_part[name] = self._of_part(parts, number, places, schema, wanted)
-        finally:
-            places.close()
-        kept = {name: indices for name, indices in by_part.items() if indices is not None}
-        # A new dict that has only the shards of this view, so that evicted shards are forgotten. It replaces the old
-        # dict in one step, because another thread may ask for another view meanwhile.
-        self._by_part = kept
-        starts = view.starts.tolist()
-        shifted = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
+        by_part = self._by_part.of(
+            view, lambda parts, indices, places: self._of_part(parts, indices, places, schema, wanted)
+        )
+        shifted = [indices + start for indices, start in zip(by_part, view.starts.tolist(), strict=False)]
         return np.concatenate(shifted) if shifted else np.empty(0, dtype=np.int64)
 
     def _schema(self, schema: Schema) -> Schema:
@@ -121,11 +135,10 @@ class Selection:
         return schema.select(names)
 
     def _of_part(
-        self, view: View, number: int, places: MappedParts, schema: Schema, wanted: Mapping[str, Any]
+        self, view: View, indices: Int64s, places: MappedParts, schema: Schema, wanted: Mapping[str, Any]
     ) -> Int64s:
-        start, stop = int(view.starts[number]), int(view.starts[number + 1])
-        columns = gather(view, np.arange(start, stop, dtype=np.int64), places, schema)
-        mask = np.ones(stop - start, dtype=np.bool_)
+        columns = gather(view, indices, places, schema)
+        mask = np.ones(len(indices), dtype=np.bool_)
         for name, values in wanted.items():
             mask &= _matches(columns[name], values)
         if self._split is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from cachetool.core import ranges
 from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
+from cachetool.loaders.crop import Crops, Offsets
 from cachetool.loaders.decode import Decode
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
 from cachetool.loaders.padding import Pad, Pads
@@ -63,6 +64,10 @@ class Settings:
     """Fields that are decoded, each with its decoder and the decoder's options."""
     pad: Pads = ()
     varlen: tuple[str, ...] = ()
+    crop: Crops | None = None
+    """Boxes that are cut out of the samples."""
+    offsets: Offsets = ()
+    """Fields of which an item has the values of several rows, each with the rows."""
 
     @property
     def laid_out(self) -> frozenset[str]:
@@ -92,6 +97,8 @@ class Settings:
             "decode": tuple((name, decoder, options) for name, decoder, options in value["decode"]),
             "pad": tuple((name, Pad(**pad)) for name, pad in value["pad"]),
             "varlen": tuple(value["varlen"]),
+            "crop": Crops.from_json(value["crop"]),
+            "offsets": tuple((name, tuple(offsets)) for name, offsets in value["offsets"]),
             "where": None if where is None else tuple((name, tuple(values)) for name, values in where),
         }
         return cls(**{**value, **tuples})
@@ -106,12 +113,12 @@ class EpochPlan:
     view: View | None
     """Samples of the snapshot; None: there is nothing to read, so feeders close all files."""
     samples: int = 0
-    """Number of samples of the view that are read, after a split and a selection."""
+    """Number of samples of the view that are read, after a split and a selection; with crops the number of crops."""
     position: int = 0
     """Position in the order of the epoch at which to begin."""
     lost: Ranges = ()
-    """Ranges of indices whose shards were evicted, ascending, if the epoch is resumed. The plan then reads the samples
-    that are left, and ``samples`` counts these."""
+    """Ranges of the numbers of samples, or of crops, whose shards were evicted, ascending, if the epoch is resumed. The
+    plan then reads those that are left, and ``samples`` counts these."""
     of: tuple[int, int] = (0, 0)
     """Number of samples of the epoch that is resumed with losses, and the position in its order at which to begin."""
     follows: bool = False
@@ -129,9 +136,13 @@ class EpochPlan:
 
     def order(self, settings: Settings) -> EpochOrder:
         """Return the order of the samples."""
-        nbytes = 0 if self.view is None else self.view.schema.fixed_nbytes
+        nbytes, together = 0, 1
+        if self.view is not None:
+            nbytes = self.view.schema.fixed_nbytes
+            together = 1 if settings.crop is None else settings.crop.each(self.view.schema) or 1
         return EpochOrder(
-            self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes
+            self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes,
+            together=together,
         )  # fmt: skip
 
     def left(self, settings: Settings) -> tuple[Int64s, Int64s]:

@@ -26,21 +26,22 @@ import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import CorruptError
-from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.schema import KEY, Field, Schema, same_notes
 from cachetool.core.text import shown
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.reading import compare_checksums
 from cachetool.formats.runs import Int64s
 from cachetool.formats.shard import check_content, stored_checksums
+from cachetool.loaders.feed.cut import Cut
 from cachetool.loaders.feed.decoders import Decoders, Named
-from cachetool.loaders.feed.transform import Transform
+from cachetool.loaders.feed.transform import Functions, Transform
+from cachetool.loaders.items import Items, Numbers
 from cachetool.loaders.order import RUN_BYTES, EpochOrder
 from cachetool.loaders.padding import Layout
 from cachetool.loaders.read.gather import Empty, gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
-from cachetool.loaders.selection import selection
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import ShardFile, View
 from cachetool.proc.lines import described
@@ -51,9 +52,12 @@ __all__ = ["Checks", "Mailbox", "Maker", "Sink", "announced", "work"]
 class Checks:
     """The checksums of the shards of one view, 8 bytes a value, as far as they were needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: MappedParts) -> None:
+        self._places = places
         self._view: View | None = None
         self._checksums: dict[str, npt.NDArray[np.uint64]] = {}
+        self._checked: dict[str, npt.NDArray[np.bool_]] = {}
+        """The samples of each shard that :meth:`check_once` has checked."""
 
     def check(self, view: View, indices: Int64s, block: Block) -> None:
         """Compare the samples ``indices`` of ``view``, of some or all of its fields, with their checksums.
@@ -64,6 +68,7 @@ class Checks:
         if view is not self._view:
             parts = {part.id for part in view.parts}
             self._checksums = {id: values for id, values in self._checksums.items() if id in parts}
+            self._checked = {id: values for id, values in self._checked.items() if id in parts}
             self._view = view
         computed = checksums(block)
         rows = np.array([view.schema.names.index(name) for name in block.schema.names], dtype=np.int64)
@@ -72,6 +77,20 @@ class Checks:
             part, here = view.parts[number], np.flatnonzero(numbers == number)
             expected = self._of(part, view)[np.ix_(rows, within[here])]
             compare_checksums(computed[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
+
+    def check_once(self, view: View, indices: Int64s, schema: Schema) -> None:
+        """Check those of the samples ``indices``, each given once, that were not checked before, one after another.
+
+        Raises :class:`CorruptError`.
+        """
+        parts, within = view.find(indices)
+        for index, number, inside in zip(indices.tolist(), parts.tolist(), within.tolist(), strict=True):
+            part = view.parts[number]
+            done = self._checked.setdefault(part.id, np.zeros(part.samples, dtype=np.bool_))
+            if not done[inside]:
+                one = np.array([index], dtype=np.int64)
+                self.check(view, one, Block(schema, gather(view, one, self._places, schema)))
+                done[inside] = True
 
     def _of(self, part: ShardFile, view: View) -> npt.NDArray[np.uint64]:
         expected = self._checksums.get(part.id)
@@ -167,7 +186,7 @@ def work(
     sink: Sink,
     places: MappedParts,
     *,
-    transform: Transform | None,
+    functions: Functions,
     number: int,
     feeders: int,
     made: Callable[[int], None],
@@ -178,7 +197,7 @@ def work(
     ``made`` is called when about ``soon()`` seconds of work are left of a plan, and at the latest after its last batch.
     It must not fail.
     """
-    maker = Maker(settings, sink, places, transform)
+    maker = Maker(settings, sink, places, functions)
     while True:
         plan = mailbox.get()
         # A plan without a view: the loader is idle. Open files would keep deleted shards on the
@@ -202,10 +221,13 @@ def work(
 class Maker:
     """A maker of batches, which hands them to ``sink``."""
 
-    def __init__(self, settings: Settings, sink: Sink, places: MappedParts, transform: Transform | None) -> None:
-        self._settings, self._sink, self._places, self._transform = settings, sink, places, transform
-        self._selection = selection(settings)
-        self._checks = Checks() if settings.verify else None
+    def __init__(self, settings: Settings, sink: Sink, places: MappedParts, functions: Functions) -> None:
+        self._settings, self._sink, self._places = settings, sink, places
+        self._transform = None if functions.transform is None else Transform(functions.transform, settings)
+        self._items = Items(settings)
+        cuts = settings.crop is not None or settings.offsets
+        self._cut = Cut(settings, functions.corner) if cuts else None
+        self._checks = Checks(places) if settings.verify else None
         self._decoders = Decoders(settings.decode, seed=settings.seed) if settings.decode else None
         laid_out = settings.pad or settings.varlen
         self._layout = Layout(settings.pad, settings.varlen, sink.values) if laid_out else None
@@ -216,7 +238,9 @@ class Maker:
         """Return the fields asked for: the same object as long as the dataset has the same fields."""
         # The same object, because sink and tables of positions compare schemas by identity for each
         # batch.
-        if self._fields is None or view.schema != self._view_schema:
+        # The facts beside the schema are compared too, because decoders use them.
+        known = self._view_schema
+        if self._fields is None or known is None or view.schema != known or not same_notes(view.schema, known):
             self._view_schema = view.schema
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
@@ -231,31 +255,37 @@ class Maker:
         step, opened = number, False
         try:
             count = plan.steps(self._settings).count
-            schema = self._schema(view)
-            chosen = None if self._selection is None else self._selection.chosen(view)
+            numbers, cut = self._items.of(view), self._cut
+            stored = schema = self._schema(view)
+            if cut is not None:
+                schema = cut.begin(view, numbers, stored=schema, epoch=plan.epoch)
+                stored = cut.located
             decoders, layout, given = self._decoders, self._layout, schema
             if decoders is not None and count:
-                given = decoders.schema(schema, functools.partial(self._first, view, schema, chosen))
+                given = decoders.schema(schema, functools.partial(self._first, view, schema, numbers))
             # Without a transform and without checks values are copied, decoded or laid out once,
-            # straight into the sink. Otherwise they need memory of their own first.
-            direct = self._transform is None and self._checks is None and (decoders is None or layout is None)
+            # straight into the sink. Otherwise they need memory of their own first. Crops are checked by their samples.
+            unchecked = self._checks is None or cut is not None
+            direct = self._transform is None and unchecked and (decoders is None or layout is None)
             empty: Empty = self._sink.values if direct else new_array
             if direct and decoders is not None:
                 empty = decoders.stored_in(empty)
             elif direct and layout is not None:
                 empty = layout
             steps = np.arange(number, count, feeders, dtype=np.int64)
-            for numbers, indices in announced(
-                plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
+            for those, codes in announced(
+                plan, self._settings, steps, self._places, stored, feeders=feeders, numbers=numbers, cut=cut
             ):
-                gathered = self._places.batches(view, indices, schema, empty=empty)
-                for step, at in zip(numbers, indices, strict=True):
+                gathered = self._places.batches(view, codes, stored, empty=empty, cut=cut)
+                for step, at in zip(those, codes, strict=True):
                     columns: Mapping[str, Column]
                     opened = self._sink.open(over)
                     if not opened:
                         return
+                    if cut is not None and self._checks is not None:
+                        self._checks.check_once(view, cut.samples(at), stored)
                     if direct:
-                        self._sink.begin(given if layout is None else layout.begin(schema, at))
+                        self._sink.begin(given if layout is None else layout.begin(schema, numbers.samples(at)))
                         columns = next(gathered)
                         if layout is not None:
                             columns = layout.complete(columns)
@@ -276,7 +306,7 @@ class Maker:
     def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """Check, decode and transform samples that were gathered into plain memory, and copy the result into the
         sink."""
-        if self._checks is not None:
+        if self._checks is not None and self._cut is None:
             # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
         if self._transform is not None:
@@ -284,7 +314,9 @@ class Maker:
         else:
             block = self._unpacked(plan, view, indices, block)
         layout = self._layout
-        self._sink.begin(block.schema if layout is None else layout.begin(block.schema, indices))
+        self._sink.begin(
+            block.schema if layout is None else layout.begin(block.schema, self._items.of(view).samples(indices))
+        )
         for field in block.schema:
             if layout is not None and field.name in layout.fields:
                 continue
@@ -295,14 +327,18 @@ class Maker:
 
     def _transformed(self, transform: Transform, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
         if len(indices):
-            return transform(self._unpacked(plan, view, indices, block), epoch=plan.epoch, indices=indices)
+            samples = self._items.of(view).samples(indices)
+            block = self._unpacked(plan, view, indices, block)
+            return transform(block, epoch=plan.epoch, indices=indices, samples=samples)
         # The last samples went to other ranks, so this batch is empty. A transform must not be
         # called with no samples; one sample of another rank shows which fields it returns.
         if (nothing := transform.nothing()) is None:
-            other = np.zeros(1, dtype=np.int64)
-            one = Block(block.schema, gather(view, other, self._places, block.schema))
+            other = self._items.of(view).codes(np.zeros(1, dtype=np.int64))
+            one = Block(block.schema, self._gathered(view, other, block.schema))
             one = self._unpacked(plan, view, other, one)
-            nothing = transform(one, epoch=plan.epoch, indices=other).take([])
+            nothing = transform(one, epoch=plan.epoch, indices=other, samples=self._items.of(view).samples(other)).take(
+                []
+            )
         return nothing
 
     def _unpacked(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
@@ -311,7 +347,10 @@ class Maker:
             return block
         columns = self._decoded(plan, view, indices, block.columns, empty=new_array)
         return Block(
-            self._decoders.schema(block.schema, functools.partial(self._first, view, block.schema, None)), columns
+            self._decoders.schema(
+                block.schema, functools.partial(self._first, view, block.schema, self._items.of(view))
+            ),
+            columns,
         )
 
     def _decoded(
@@ -321,30 +360,37 @@ class Maker:
         named = self._named(view, indices)
         return self._decoders.decoded(columns, epoch=plan.epoch, indices=indices, named=named, empty=empty)
 
-    def _first(self, view: View, schema: Schema, chosen: Int64s | None) -> tuple[Block, Named]:
-        """Return the first sample of an epoch, the same for all feeders and ranks, and its name."""
-        index = np.zeros(1, dtype=np.int64) if chosen is None else chosen[:1]
-        return Block(schema, gather(view, index, self._places, schema)), self._named(view, index)
+    def _first(self, view: View, schema: Schema, numbers: Numbers) -> tuple[Block, Named]:
+        """Return the first item of an epoch, the same for all feeders and ranks, and its name."""
+        code = numbers.codes(np.zeros(1, dtype=np.int64))
+        return Block(schema, self._gathered(view, code, schema)), self._named(view, code)
+
+    def _gathered(self, view: View, codes: Int64s, schema: Schema) -> Mapping[str, Column]:
+        """Return the columns of a few items, in plain memory."""
+        if self._cut is None:
+            return gather(view, codes, self._places, schema)
+        return self._cut.chunk(self._places, codes).take(0, len(codes), empty=new_array)
 
     def _named(self, view: View, indices: Int64s) -> Named:
         """Return a function that names one of these samples for a message: by file, number and key."""
 
         def name(at: int) -> str:
-            numbers, within = view.find(indices[at : at + 1])
+            index = self._items.of(view).samples(indices[at : at + 1])
+            numbers, within = view.find(index)
             key = ""
             if KEY in view.schema:
                 schema = view.schema.select([KEY])
-                columns = gather(view, indices[at : at + 1], self._places, schema)
+                columns = gather(view, index, self._places, schema)
                 key = f" ({shown(Block(schema, columns).sample(0)[KEY])})"
             return f"{_file(view.parts[int(numbers[0])])}: sample {int(within[0])}{key}"
 
         return name
 
 
-def _indices_of_steps(
-    plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, chosen: Int64s | None
+def _codes_of_steps(
+    plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, items: Numbers
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """Yield some of these steps at a time, and the indices of the samples of each step."""
+    """Yield some of these steps at a time, and the codes of the items of each step."""
     cut = plan.steps(settings)
     most = max(1, _AHEAD // settings.batch_size)
     at = 0
@@ -357,10 +403,7 @@ def _indices_of_steps(
         sizes = stops - starts
         ends = np.cumsum(sizes)
         positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1], dtype=np.int64)
-        indices = order[positions]
-        if chosen is not None:
-            indices = chosen[indices]
-        yield now.tolist(), np.split(indices, ends[:-1])
+        yield now.tolist(), np.split(items.codes(order[positions]), ends[:-1])
         at += len(now)
         ahead = min(4 * ahead, most)
 
@@ -373,27 +416,30 @@ def announced(
     schema: Schema,
     *,
     feeders: int,
-    chosen: Int64s | None = None,
+    numbers: Numbers,
+    cut: Cut | None = None,
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """Announce the samples of some steps to ``places``, which reads ahead, then yield the steps and the indices of
-    their samples.
+    """Announce the items of some steps to ``places``, which reads ahead, then yield the steps and the codes of their
+    items.
 
     Args:
         plan: The plan of the epoch.
         settings: The settings of the loader.
         steps: The steps of one feeder, every ``feeders``-th from its number on, or the last of these.
         places: Finds and reads the samples.
-        schema: The fields to read.
+        schema: The stored fields to read.
         feeders: Number of feeders that read the epoch.
-        chosen: The indices of the samples that take part, (n,); None for all.
+        numbers: The items of the view.
+        cut: Finds crops and windows; None if items are samples.
 
     Yields:
-        Some of the steps, and for each step the indices of its samples, int64 (k,).
+        Some of the steps, and for each step the codes of its items, int64 (k,).
     """
     view = plan.view
     assert view is not None
     order: EpochOrder | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
-    chunks = _indices_of_steps(plan, settings, order, steps, chosen)
+    chunks = _codes_of_steps(plan, settings, order, steps, numbers)
+    chosen = numbers.chosen
     if not len(steps):
         yield from chunks
         return
@@ -405,18 +451,18 @@ def announced(
     dense = chosen is None or _DENSE * len(chosen) >= view.samples
     if isinstance(order, EpochOrder) and order.window and small and dense:
         # Everything between the samples of a window is read once, by one of the feeders.
-        cut = plan.steps(settings)
-        sharers = min(feeders, cut.count)
+        divided = plan.steps(settings)
+        sharers = min(feeders, divided.count)
         feeder = int(steps[0]) % feeders
-        start, stop = int(cut.bounds(steps[:1] - feeder)[0][0]), cut.reached(cut.count)
+        start, stop = int(divided.bounds(steps[:1] - feeder)[0][0]), divided.reached(divided.count)
         # Up to where the other feeders are with their batch of the same number, plus two windows;
         # with the last batch, up to the end.
-        reached = np.minimum(cut.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
+        reached = np.minimum(divided.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
         reached[-1] = stop
         # Windows are numbered from the beginning of the order, so that a feeder that resumes at a
         # step of its own numbers them as the others do.
         windows = (
-            (count, (rows if chosen is None else chosen[rows])[(feeder + number) % sharers :: sharers])
+            (count, numbers.samples(numbers.codes(rows[(feeder + number) % sharers :: sharers])))
             for number, (count, rows) in enumerate(order.runs(start, stop), start // order.window)
         )
         places.expect_windows(view, windows, schema, reached - start)
@@ -429,7 +475,7 @@ def announced(
     for chunk in chunks:
         # A chunk is announced before the one ahead of it is yielded, so the disk reads while
         # batches of that are copied.
-        places.expect(view, chunk[1], schema, first=before is None, near=near)
+        places.expect(view, chunk[1], schema, first=before is None, near=near, cut=cut)
         if before is not None:
             yield before
         before = chunk

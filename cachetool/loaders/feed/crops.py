@@ -1,43 +1,23 @@
 """Boxes of images: which part of each image of a batch is kept, and which images are mirrored.
 
 A box is a row of four numbers in stored pixels: top, left, height, width. Random numbers are computed from seed, epoch
-and the number of the sample, so a sample gets the same box with any number of feeders, and after a resume. They are
-computed for a whole batch, because a generator of NumPy for each sample would take 20 us.
+and the number of the sample, so a sample gets the same box with any number of feeders, and after a resume.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.loaders.order import Int64s
 
-__all__ = ["DRAWS", "centre_boxes", "random_boxes", "uniforms"]
+__all__ = ["DRAWS", "centre_boxes", "random_boxes"]
 
 Floats = npt.NDArray[np.float64]
 _TRIES = 10
 """Boxes that are tried, as in torchvision, until one fits into the image."""
 DRAWS = 4 * _TRIES
 """Random numbers of one box."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the finaliser of splitmix64 of these values."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def uniforms(indices: Int64s, count: int, *, seed: int, epoch: int) -> Floats:
-    """Return ``count`` random numbers of 0 to below 1 for each sample, (k, count)."""
-    digest = hashlib.sha256(f"cachetool decode {seed} {epoch}".encode()).digest()
-    key = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)
-    state = _mixed(key + indices.astype(np.uint64) * _GOLDEN)
-    numbers = _mixed(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
-    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def random_boxes(sides: Int64s, draws: Floats, *, scale: tuple[float, float], ratio: tuple[float, float]) -> Int64s:

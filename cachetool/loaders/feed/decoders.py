@@ -4,6 +4,7 @@
 
     stored field        decoder                                    field of a batch
     image: bytes   -->  feed/jpeg.py     --> the memory of the batch  -->  image: uint8 (224, 224, 3)
+    t2m: int16     -->  feed/cf.py       --> the memory of the batch  -->  t2m: float32
 
 A decoder fills the memory of a whole batch, which is a slot when no transform follows. It is imported by the feeder
 that needs it.
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from cachetool.core.block import Block, Column
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.loaders.decode import Decode
+from cachetool.loaders.decode import ALL, Decode
 from cachetool.loaders.order import Int64s
 from cachetool.loaders.read.gather import Empty, new_array
 
@@ -55,7 +56,13 @@ def _jpeg(options: Mapping[str, Any], seed: int) -> Decoder:
     return JPEGDecoder(options, seed=seed)
 
 
-_DECODERS: Mapping[str, Callable[[Mapping[str, Any], int], Decoder]] = {"jpeg": _jpeg}
+def _cf(options: Mapping[str, Any], seed: int) -> Decoder:
+    from cachetool.loaders.feed.cf import CFDecoder
+
+    return CFDecoder()
+
+
+_DECODERS: Mapping[str, Callable[[Mapping[str, Any], int], Decoder]] = {"jpeg": _jpeg, "cf": _cf}
 
 
 class Decoders:
@@ -72,18 +79,23 @@ class Decoders:
         ``first()`` returns the first sample of the epoch.
         """
         if self._of is None or self._of[0] is not stored:
-            self._of = stored, Schema(tuple(self._field(field, first) for field in stored))
-            if missing := [name for name, _, _ in self._decode if name not in stored]:
+            if missing := [name for name, _, _ in self._decode if name not in stored and name != ALL]:
                 raise UsageError(f"decode= names the field {missing[0]!r}, but a batch has {', '.join(stored.names)}")
+            if any(name == ALL for name, _, _ in self._decode) and not any(field.packing for field in stored):
+                raise UsageError(
+                    f"decode='cf' finds no field to decode: none of {', '.join(stored.names)} has CF attributes;"
+                    " leave decode= out"
+                )
+            self._of = stored, Schema(tuple(self._field(field, first) for field in stored))
         return self._of[1]
 
     def _field(self, field: Field, first: Callable[[], tuple[Block, Named]]) -> Field:
         for name, decoder, options in self._decode:
-            if name == field.name:
+            if name == field.name or (name == ALL and field.packing):
                 # Made here and not in the constructor: an import that fails becomes the error of the first batch.
-                if name not in self._decoders:
-                    self._decoders[name] = _DECODERS[decoder](options, self._seed)
-                return self._decoders[name].field(field, lambda: _column(field.name, *first()))
+                if field.name not in self._decoders:
+                    self._decoders[field.name] = _DECODERS[decoder](options, self._seed)
+                return self._decoders[field.name].field(field, lambda: _column(field.name, *first()))
         return field
 
     def stored_in(self, empty: Empty) -> Empty:

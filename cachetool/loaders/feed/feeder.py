@@ -2,7 +2,7 @@
 
 ::
 
-    stdin    {"settings": ..., "rings": [5, 6], ...}, then the transform's bytes               from the training process
+    stdin    {"settings": ..., "rings": [5, 6], ...}, then the functions' bytes               from the training process
              {"id": 1, "do": "begin", "epoch": 0} ...        to the leader from here on
              {"id": 0, "do": "stop"}, or its end
     answers  {"id": 0, "feeders": [813, 812]}                                               from the leader
@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cachetool.loaders.feed.batches import Mailbox, work
-from cachetool.loaders.feed.transform import Transform, loads
+from cachetool.loaders.feed.transform import loads
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.unmapped import raise_limit
 from cachetool.loaders.ring.ring import RingWriter
@@ -236,9 +236,9 @@ def main() -> None:
         # The training process was interrupted before it sent the settings.
         return
     settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
-    function = bytearray(hello["transform"])
+    functions = bytearray(hello["functions"])
     try:
-        lines.fill(memoryview(function))
+        lines.fill(memoryview(functions))
     except EOFError:
         return
     others = [*rings, answers, lines.fd]
@@ -247,7 +247,7 @@ def main() -> None:
     for fd in set(others).difference([rings[number]] if number else [rings[0], answers, lines.fd]):
         os.close(fd)
     raise_limit()
-    if settings.decode:
+    if any(decoder == "jpeg" for _, decoder, _ in settings.decode):
         # OpenCV would start a thread for each processor in each feeder. Read when OpenCV is imported.
         os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")
     places = MappedParts(alone=True)
@@ -261,13 +261,12 @@ def main() -> None:
     else:
         listener = _Follower(mailbox, Lines(*plans))
     threading.Thread(target=_listen, args=(listener, life), daemon=True).start()
-    transform = Transform(loads(function), settings) if function else None
     work(
         settings,
         mailbox,
         SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings)),
         places,
-        transform=transform,
+        functions=loads(functions),
         number=number,
         feeders=len(rings),
         made=listener.made,

@@ -26,7 +26,7 @@ from cachetool.core.errors import CacheToolError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.batches import Maker
 from cachetool.loaders.feed.protocol import EpochTimes
-from cachetool.loaders.feed.transform import Function, Transform
+from cachetool.loaders.feed.transform import Functions
 from cachetool.loaders.read.gather import new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.ring.ring import Lock
@@ -46,7 +46,7 @@ _POLL = 0.2
 class InProcess:
     """A :class:`~cachetool.loaders.feed.protocol.Feed` without a process or thread of its own."""
 
-    def __init__(self, settings: Settings, *, transform: Function | None) -> None:
+    def __init__(self, settings: Settings, *, functions: Functions) -> None:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._settings, self._pace = settings, EpochTimes()
         # The owner is noted beside the lock, because a signal handler runs in the thread that it
@@ -56,8 +56,7 @@ class InProcess:
         self._timer: threading.Timer | None = None
         self._snapshots = EpochSnapshots(settings, self._published)
         self._sink, self._places = _Sink(), MappedParts(maps=False)
-        function = transform and Transform(transform, settings)
-        self._maker = Maker(settings, self._sink, self._places, function)
+        self._maker = Maker(settings, self._sink, self._places, functions)
         self._batches: Iterator[object] = iter(())
         self._making = False
 

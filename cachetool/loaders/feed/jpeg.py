@@ -30,7 +30,8 @@ from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import BadObject, CorruptError, UsageError
 from cachetool.core.image_limits import check_scans, check_sides
 from cachetool.core.schema import Field
-from cachetool.loaders.feed.crops import DRAWS, centre_boxes, random_boxes, uniforms
+from cachetool.loaders.crop import uniforms
+from cachetool.loaders.feed.crops import DRAWS, centre_boxes, random_boxes
 from cachetool.loaders.order import Int64s
 
 __all__ = ["JPEGDecoder"]
@@ -86,7 +87,7 @@ class JPEGDecoder:
         images = [_value(column, at) for at in range(len(column))]
         headers = [self._header(data, named, at) for at, data in enumerate(images)]
         sides = np.array(headers, dtype=np.int64).reshape(-1, 2)
-        draws = uniforms(indices, DRAWS + 1, seed=self._seed, epoch=epoch)
+        draws = uniforms(indices, DRAWS + 1, of="decode", seed=self._seed, epoch=epoch)
         boxes = self._boxes(sides, draws[:, 1:]).tolist()
         flips = (draws[:, 0] < 0.5).tolist() if self._flip else [False] * len(images)
         for at, data in enumerate(images):

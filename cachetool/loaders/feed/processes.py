@@ -74,7 +74,7 @@ _LIMITS = {errno.EMFILE: " (ulimit -n)", errno.ENOMEM: " (ulimit -v)", errno.EFB
 class Processes:
     """A :class:`~cachetool.loaders.feed.protocol.Feed` of ``feeders`` child processes."""
 
-    def __init__(self, settings: Settings, *, feeders: int, transform: bytes) -> None:
+    def __init__(self, settings: Settings, *, feeders: int, functions: bytes) -> None:
         if not supported():
             raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
         # Without standard streams the pipes made below would get their numbers, and libraries would
@@ -95,7 +95,7 @@ class Processes:
         self._answers = Lines(reading)
         try:
             self._make_rings(feeders)
-            self._start(settings, transform, answers)
+            self._start(settings, functions, answers)
         # No ring and no process may be left behind, even if a signal interrupted the start.
         except BaseException:
             self.close()
@@ -120,7 +120,7 @@ class Processes:
                 f"{_LIMITS.get(error.errno or 0, '')}; use fewer: 2 to 4 are enough without transform=, 0 starts none"
             ) from None
 
-    def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
+    def _start(self, settings: Settings, functions: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]
         call = "cachetool.loaders.feed.feeder:main()"
         self._keeper = begin(call, gives_back=None, pass_fds=(answers, *rings), env=_environment())
@@ -129,9 +129,9 @@ class Processes:
             "trainer": self.pid,
             "rings": rings,
             "answers": answers,
-            "transform": len(transform),
+            "functions": len(functions),
         }
-        self._write(hello, transform)
+        self._write(hello, functions)
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""

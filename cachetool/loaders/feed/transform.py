@@ -12,46 +12,65 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from cachetool.core.block import Block, Column, Ragged, masked
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import KEY, Field, Schema, storage_dtype
+from cachetool.loaders.crop import Corner
 from cachetool.loaders.order import Int64s
 from cachetool.loaders.settings import Settings
 from cachetool.proc.lines import TransformError
 
-__all__ = ["Function", "Transform", "dumps", "loads"]
+__all__ = ["Function", "Functions", "Transform", "dumps", "loads"]
 
 Function = Callable[..., Mapping[str, Any]]
 
 
-def dumps(function: Function) -> bytes:
-    """Return the function as bytes. Raises :class:`UsageError` when it holds something that cannot be sent."""
+class Functions(NamedTuple):
+    """The functions of the user that feeders call; None for one that was not given."""
+
+    transform: Function | None = None
+    corner: Corner | None = None
+
+
+def dumps(functions: Functions) -> bytes:
+    """Return the functions as bytes, no bytes if there are none.
+
+    Raises :class:`UsageError` when one holds something that cannot be sent.
+    """
     import cloudpickle
 
+    if functions == Functions():
+        return b""
+    name = ""
     try:
-        return bytes(cloudpickle.dumps(function))
+        # One after the other, so that the message names the one that cannot be sent.
+        for which, function in zip(Functions._fields, functions, strict=True):
+            name = which
+            cloudpickle.dumps(function)
+        return bytes(cloudpickle.dumps(tuple(functions)))
     except Exception as error:
         raise UsageError(
-            f"transform= cannot be sent to the feeders: {type(error).__name__}: {' '.join(str(error).split())};"
+            f"{name}= cannot be sent to the feeders: {type(error).__name__}: {' '.join(str(error).split())};"
             " create objects that cannot be pickled inside the function, or use workers=0"
         ) from error
 
 
-def loads(data: bytes | bytearray) -> Function:
-    """Return the function that another process gave to :func:`dumps`."""
+def loads(data: bytes | bytearray) -> Functions:
+    """Return the functions that another process gave to :func:`dumps`."""
     import cloudpickle
 
+    if not data:
+        return Functions()
     try:
-        function: Function = cloudpickle.loads(data)
+        return Functions(*cloudpickle.loads(data))
     # Any error, because imports of the user's program run here. It is raised when the function is
     # called: the training process hears of errors with its first batch only.
     except BaseException as error:  # noqa: BLE001
-        return functools.partial(_raise, error)
-    return function
+        return Functions(functools.partial(_raise, error))
 
 
 def _raise(error: BaseException, _: object) -> NoReturn:
@@ -72,8 +91,8 @@ class Transform:
         self._random = _takes_rng(function)
         self._schema: Schema | None = None
 
-    def __call__(self, block: Block, *, epoch: int, indices: Int64s) -> Block:
-        """Return the function's results for the samples ``indices`` of an epoch.
+    def __call__(self, block: Block, *, epoch: int, indices: Int64s, samples: Int64s) -> Block:
+        """Return the function's results for the items ``indices`` of an epoch, which are of ``samples``.
 
         Raises :class:`TransformError` for an error that the function raises, and :class:`UsageError` for a result that
         differs in its fields from the first one.
@@ -82,16 +101,16 @@ class Transform:
             given = _values(block)
             # Copied to a list: the function may change the dict that it is given.
             kept = {field.name: list(given[field.name]) for field in block.schema if field.kind == "ragged"}
-            return self._block(self._call(given, epoch, int(indices[0])), block.schema, kept)
+            return self._block(self._call(given, epoch, int(indices[0]), int(samples[0])), block.schema, kept)
         ragged = [field.name for field in block.schema if field.kind == "ragged"] if self._schema is None else []
         before: dict[str, list[Any]] = {name: [] for name in ragged}
         results = []
-        for i, number in enumerate(indices.tolist()):
+        for i, (number, index) in enumerate(zip(indices.tolist(), samples.tolist(), strict=True)):
             sample = block.sample(i)
             # Kept before the call, because the function may change the dict that it is given.
             for name in ragged:
                 before[name].append(sample[name])
-            results.append(self._call(sample, epoch, number))
+            results.append(self._call(sample, epoch, number, index))
         if self._schema is None:
             self._schema = _schema(results, before, self._ragged)
         return _checked(self._schema, results, block.schema)
@@ -100,7 +119,7 @@ class Transform:
         """Return the result for no samples; None as long as the fields of the results are not known."""
         return None if self._schema is None else Block.from_samples(self._schema, [])
 
-    def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
+    def _call(self, argument: dict[str, Any], epoch: int, number: int, sample: int) -> Mapping[str, Any]:
         # Made again for each sample from its number, so that a sample gets the same random numbers
         # with any number of feeders, and after a resume.
         extra = {"rng": np.random.default_rng((self._seed % 2**64, epoch, number))} if self._random else {}
@@ -111,11 +130,11 @@ class Transform:
             raise
         # Also SystemExit, and what panics of Rust libraries become: nothing else would report them.
         except BaseException as error:
-            raise TransformError(self._which(argument, number)) from error
+            raise TransformError(self._which(argument, sample)) from error
         if not isinstance(result, Mapping) or not result:
             less = "; to leave samples out use transform_each='batch', which may return fewer" if result is None else ""
             gave = "an empty dict" if isinstance(result, Mapping) else type(result).__name__
-            where = self._which(argument, number)
+            where = self._which(argument, sample)
             raise UsageError(f"transform= must return a dict of fields, but it returned {gave}{where}{less}")
         if others := [name for name in result if not isinstance(name, str)]:
             raise UsageError(f"transform= must return field names that are str, but it returned {others[0]!r}")

@@ -34,6 +34,9 @@ class Framed:
     """
 
     __slots__ = ("_descriptors", "_frames", "_names", "_numbers", "_parts", "_scratch")
+    near = 2**62
+    """Bytes between two runs of one value that are read rather than left out: all, because a large value is one frame,
+    which is decoded as a whole."""
 
     def __init__(
         self,
@@ -50,6 +53,11 @@ class Framed:
     def slice(self, start: int, stop: int) -> Framed:
         """Return the frames of values ``start`` to ``stop`` alone."""
         numbers = self._numbers[start:stop]
+        return Framed(self._descriptors, self._scratch, self._parts, self._names, self._frames, numbers)
+
+    def repeat(self, count: int) -> Framed:
+        """Return the frames of each value ``count`` times."""
+        numbers = np.repeat(self._numbers, count)
         return Framed(self._descriptors, self._scratch, self._parts, self._names, self._frames, numbers)
 
     def read(self, out: Bytes, to: Int64s, starts: Int64s, sizes: Int64s) -> None:

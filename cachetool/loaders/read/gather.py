@@ -30,6 +30,7 @@ from cachetool.formats.base import Reader
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_library
 from cachetool.loaders.padding import Layout
+from cachetool.loaders.read.boxes import Boxes, copy_boxes, copy_packed
 from cachetool.loaders.view import ShardFile, View
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ __all__ = [
     "short",
 ]
 
+_LONGEST_AXIS, _MOST_VALUES = 2**40, 2**48
+"""Most values along an axis of one sample, and in the whole sample: more than any file has."""
 Empty = Callable[[Field, tuple[int, ...]], npt.NDArray[Any]]
 Opener = Callable[[ShardFile, Schema], "OpenPart"]
 
@@ -71,13 +74,16 @@ class Runs(NamedTuple):
     unmapped: Unmapped | Framed | None = None
     """The files that have the values, if these are not in a buffer: ``starts`` are then positions in the files, or
     in the values before compression."""
+    boxes: Boxes | None = None
+    """The boxes that are wanted of the values; None: the values as a whole."""
 
     def slice(self, start: int, stop: int) -> Runs:
         """Return the positions of samples ``start`` to ``stop`` alone."""
         sizes = None if self.sizes is None else self.sizes[start:stop]
         shapes = None if self.shapes is None else self.shapes[start:stop]
         unmapped = None if self.unmapped is None else self.unmapped.slice(start, stop)
-        return Runs(self.buffer, self.starts[start:stop], sizes, shapes, unmapped)
+        boxes = None if self.boxes is None else self.boxes.slice(start, stop)
+        return Runs(self.buffer, self.starts[start:stop], sizes, shapes, unmapped, boxes)
 
 
 Located = list[tuple[Int64s | None, Mapping[str, Runs]]]
@@ -131,7 +137,11 @@ def short(path: str, size: int, field: Field) -> CorruptError:
 
 def check_shapes(path: str, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
     """Raise :class:`CorruptError` unless arrays of these ``shapes`` have these ``sizes`` in bytes."""
-    if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * field.numpy.itemsize != sizes).any()):
+    if shapes is None:
+        return
+    # As floats first: a product of damaged shapes may wrap around int64 and look right.
+    far = (shapes > _LONGEST_AXIS).any() or (shapes.astype(np.float64).prod(axis=1) > _MOST_VALUES).any()
+    if far or (shapes < 0).any() or (shapes.prod(axis=1) * field.numpy.itemsize != sizes).any():
         raise CorruptError(f"{path}: field {field.name!r} has a shape that does not fit its bytes")
 
 
@@ -318,7 +328,12 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
 
 
 def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Field) -> None:
-    if runs.unmapped is not None:
+    if runs.boxes is not None:
+        if runs.unmapped is None:
+            copy_boxes(out, to, runs.buffer, runs.starts, runs.boxes)
+        else:
+            _read_boxes(out, to, runs, runs.boxes)
+    elif runs.unmapped is not None:
         rows = np.arange(len(runs.starts), dtype=np.int64) if to is None else to
         sizes = np.full(len(rows), field.nbytes, dtype=np.int64)
         runs.unmapped.read(as_bytes(out), rows * field.nbytes, runs.starts, sizes)
@@ -330,3 +345,21 @@ def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Fie
         runs.buffer.take(runs.starts, out=out, mode="clip")
     else:
         out[to] = runs.buffer[runs.starts]
+
+
+def _read_boxes(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, boxes: Boxes) -> None:
+    """Read what holds the boxes, one box after another, and copy the boxes out of it."""
+    unmapped = runs.unmapped
+    assert unmapped is not None
+    rows = np.arange(len(runs.starts), dtype=np.int64) if to is None else to
+    for at, row in enumerate(rows.tolist()):
+        one = boxes.slice(at, at + 1)
+        # A frame is decoded once, so the bytes between the rows of a box are taken from it as well.
+        starts, sizes, axis = one.runs(unmapped.near)
+        count, size = (starts.shape[1], int(sizes[0])) if sizes[0] else (0, 0)
+        memory = np.empty(count * size, dtype=np.uint8)
+        where = np.arange(count, dtype=np.int64) * size
+        unmapped.slice(at, at + 1).repeat(count).read(
+            memory, where, runs.starts[at] + starts[0, :count], np.full(count, size, dtype=np.int64)
+        )
+        copy_packed(out[row], memory, one, axis, size)

@@ -29,7 +29,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,40 @@ from cachetool.loaders.read.readahead import NEAR, Readahead, Windows
 from cachetool.loaders.read.unmapped import Descriptors, Unmapped
 from cachetool.loaders.view import ShardFile, View
 
-__all__ = ["Chunk", "MappedParts"]
+__all__ = ["Chunk", "Cutting", "MappedParts", "Taken"]
 
 
 _Copy = Callable[[npt.NDArray[Any], int, int], None]
+
+
+class Cutting(Protocol):
+    """A finder of items that are parts of samples, or several samples; see :class:`~cachetool.loaders.feed.cut.Cut`."""
+
+    @property
+    def single(self) -> Schema:
+        """The fields with the shapes that one position gives."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Most positions of one item."""
+        ...
+
+    def locate(self, places: MappedParts, codes: Int64s) -> Located:
+        """Return the positions of items for readahead."""
+        ...
+
+    def chunk(self, places: MappedParts, codes: Int64s) -> Taken:
+        """Return the positions of items of several batches."""
+        ...
+
+
+class Taken(Protocol):
+    """The positions of several batches, in the order in which they are asked for."""
+
+    def take(self, start: int, stop: int, *, empty: Empty) -> dict[str, Column]:
+        """Return the columns of items ``start`` to ``stop - 1``, in memory that ``empty`` makes, C-contiguous."""
+        ...
 
 
 class Chunk:
@@ -75,12 +105,12 @@ class Chunk:
     done once: for a batch of 256 samples of 3 KiB that work is a tenth of the time.
     """
 
-    def __init__(self, located: Located, schema: Schema) -> None:
-        self._schema, self._groups = schema, located
+    def __init__(self, located: Located, schema: Iterable[Field]) -> None:
+        self._schema, self._groups = tuple(schema), located
         self._columns: list[tuple[Field, Runs, _Copy | None]] = []
         if len(located) == 1 and located[0][0] is None:
             runs = located[0][1]
-            self._columns = [(field, runs[field.name], _copier(runs[field.name], field)) for field in schema]
+            self._columns = [(field, runs[field.name], _copier(runs[field.name], field)) for field in self._schema]
 
     def take(self, start: int, stop: int, *, empty: Empty) -> dict[str, Column]:
         """Return the columns of samples ``start`` to ``stop - 1``, in memory that ``empty`` makes, C-contiguous."""
@@ -111,8 +141,9 @@ class Chunk:
 
 
 def _copier(runs: Runs, field: Field) -> _Copy | None:
-    """Return a function that copies the values of samples ``start`` to ``stop - 1``; None if they differ in size."""
-    if field.kind != "fixed":
+    """Return a function that copies the values of samples ``start`` to ``stop - 1``; None if they differ in size, or
+    are boxes."""
+    if field.kind != "fixed" or runs.boxes is not None:
         return None
     if not field.is_scalar:
         return Rows(runs.buffer, runs.starts, field.nbytes).copy
@@ -259,15 +290,24 @@ class MappedParts:
         return located
 
     def batches(
-        self, view: View, batches: Sequence[Int64s], schema: Schema, *, empty: Empty = new_array
+        self,
+        view: View,
+        batches: Sequence[Int64s],
+        schema: Schema,
+        *,
+        empty: Empty = new_array,
+        cut: Cutting | None = None,
     ) -> Iterator[dict[str, Column]]:
         """Yield what :func:`~cachetool.loaders.read.gather.gather` returns for one batch after another, each when it is
-        asked for."""
+        asked for. With ``cut`` the numbers of ``batches`` are items that it finds."""
         at = 0
         while at < len(batches):
             self._look_at(view, schema)
             if self._any_by_library:
-                yield gather(view, batches[at], self, schema, empty=empty)
+                if cut is None:
+                    yield gather(view, batches[at], self, schema, empty=empty)
+                else:
+                    yield cut.chunk(self, batches[at]).take(0, len(batches[at]), empty=empty)
                 at += 1
                 continue
             stop, count = at + 1, len(batches[at])
@@ -276,7 +316,8 @@ class MappedParts:
             while stop < len(batches) and count < _AT_ONCE:
                 count += len(batches[stop])
                 stop += 1
-            chunk = Chunk(self.locate(view, np.concatenate(batches[at:stop]), schema), schema)
+            those = np.concatenate(batches[at:stop])
+            chunk = Chunk(self.locate(view, those, schema), schema) if cut is None else cut.chunk(self, those)
             changes, start, ahead = self._changes, 0, self._ahead
             # The caller may have closed parts between two batches. Their addresses may be unmapped
             # by then, so the other batches are located again.
@@ -288,7 +329,14 @@ class MappedParts:
                 start, at = end, at + 1
 
     def expect(
-        self, view: View, batches: Sequence[Int64s], schema: Schema, *, first: bool = False, near: int = NEAR
+        self,
+        view: View,
+        batches: Sequence[Int64s],
+        schema: Schema,
+        *,
+        first: bool = False,
+        near: int = NEAR,
+        cut: Cutting | None = None,
     ) -> None:
         """Announce batches that :meth:`batches` is asked for later, after those announced before.
 
@@ -297,7 +345,11 @@ class MappedParts:
         """
         if self._reads_ahead(view, schema) and self._arena is not None:
             if first or not isinstance(self._ahead, Readahead):
-                self._ahead = Readahead(self._arena, schema, self._locate, near=near)
+                if cut is None:
+                    self._ahead = Readahead(self._arena, schema, self._locate, near=near)
+                else:
+                    locate = functools.partial(cut.locate, self)
+                    self._ahead = Readahead(self._arena, cut.single, locate, near=near, positions=cut.positions)
             self._ahead.expect(batches)
 
     def expect_windows(self, view: View, them: Iterable[tuple[int, Int64s]], schema: Schema, reached: Int64s) -> None:
@@ -563,7 +615,8 @@ class _Opened:
         base, size = self._maps.get(place.file, (0, _FARTHEST))
         if place.frames is not None:
             check_frames(path, place.frames, field.name)
-            size = place.frames.total
+            # Positions in frames are those before compression, wherever the file may be mapped.
+            base, size = 0, place.frames.total
         elif self.way == _FRAMED:
             # Only a field without bytes has no frames here.
             size = 0

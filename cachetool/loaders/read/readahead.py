@@ -21,6 +21,7 @@ is read as long runs.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -31,6 +32,7 @@ from cachetool.core.schema import Schema
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.order import RUN_BYTES
 from cachetool.loaders.read.arena import Arena, Memory
+from cachetool.loaders.read.boxes import Boxes
 from cachetool.loaders.read.gather import Located, Runs
 
 __all__ = ["NEAR", "Readahead", "Windows"]
@@ -61,11 +63,24 @@ class _Asking:
 
     def _read(self, indices: Int64s) -> None:
         for _, name, runs in self._located(indices):
+            if runs.boxes is not None:
+                self._read_boxes(runs, runs.boxes)
+                continue
             sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
             if runs.unmapped is not None:
                 runs.unmapped.will_need(runs.starts, sizes)
             else:
                 self._arena.will_need(runs.starts, sizes, near=self._near)
+
+    def _read_boxes(self, runs: Runs, boxes: Boxes) -> None:
+        # Between two rows of a box nothing is read that lies in pages of its own.
+        starts, sizes, _ = boxes.runs(mmap.PAGESIZE if runs.unmapped is None else runs.unmapped.near)
+        count = starts.shape[1]
+        starts, sizes = (starts + runs.starts[:, None]).reshape(-1), np.repeat(sizes, count)
+        if runs.unmapped is not None:
+            runs.unmapped.repeat(count).will_need(starts, sizes)
+        else:
+            self._arena.will_need(starts, sizes, near=mmap.PAGESIZE)
 
     def _located(self, indices: Int64s) -> Iterator[tuple[Int64s | None, str, Runs]]:
         """Yield which samples, the name of a field, and the positions of that field for them."""
@@ -77,16 +92,21 @@ class _Asking:
         asleep = np.zeros(len(indices), dtype=np.bool_)
         for to, _, runs in self._located(indices):
             where = self._arena if runs.unmapped is None else runs.unmapped
-            asleep[slice(None) if to is None else to] |= where.asleep(runs.starts)
+            starts = runs.starts if runs.boxes is None else runs.starts + runs.boxes.first_bytes
+            found = where.asleep(starts)
+            # By position, because an item of several samples is named several times.
+            asleep[np.flatnonzero(found) if to is None else to[found]] = True
         return asleep
 
 
 class Readahead(_Asking):
     """Reading ahead for the batches of one view, in the order in which they will be gathered."""
 
-    def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
+    def __init__(
+        self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int, positions: int = 1
+    ) -> None:
         super().__init__(arena, schema, locate, near=near)
-        self._sample_bytes = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
+        self._sample_bytes = positions * max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
         self._coming: deque[Int64s] = deque()
         self._ahead = 0
 

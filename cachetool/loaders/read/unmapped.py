@@ -133,6 +133,8 @@ class Unmapped:
     ``parts[numbers[i]]``."""
 
     __slots__ = ("_descriptors", "_names", "_numbers", "_parts")
+    near = 2**14
+    """Bytes between two runs of one value that are read rather than left out."""
 
     def __init__(
         self, descriptors: Descriptors, parts: Sequence[ShardFile], names: Sequence[str], numbers: npt.NDArray[np.intp]
@@ -142,6 +144,10 @@ class Unmapped:
     def slice(self, start: int, stop: int) -> Unmapped:
         """Return the files of values ``start`` to ``stop`` alone."""
         return Unmapped(self._descriptors, self._parts, self._names, self._numbers[start:stop])
+
+    def repeat(self, count: int) -> Unmapped:
+        """Return the file of each value ``count`` times."""
+        return Unmapped(self._descriptors, self._parts, self._names, np.repeat(self._numbers, count))
 
     def read(self, out: Bytes, to: Int64s, starts: Int64s, sizes: Int64s) -> None:
         """Read ``sizes[i]`` bytes from position ``starts[i]`` of its file to ``out[to[i] :]``, for every i.

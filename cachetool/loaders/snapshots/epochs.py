@@ -33,7 +33,7 @@ from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
 from cachetool.core.errors import CacheToolError, CapacityError, UsageError
 from cachetool.core.text import shown
-from cachetool.loaders.selection import selection
+from cachetool.loaders.items import Items
 from cachetool.loaders.settings import EpochPlan, Settings, rows, where_dict
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
 from cachetool.loaders.snapshots.resume import Resume, resumed
@@ -61,7 +61,8 @@ class EpochSnapshots:
 
     def __init__(self, settings: Settings, publish: Callable[[EpochPlan], None]) -> None:
         self._settings, self._publish = settings, publish
-        self._selection = selection(settings)
+        self._items = Items(settings)
+        self._told = False
         self._free: list[Subscription] = []
         self._newest: Subscription | None = None
         """The subscription that was asked for a view last."""
@@ -158,7 +159,7 @@ class EpochSnapshots:
         if reading is None or reading.plan.generation != generation:
             return
         # With split= or where= an epoch reads fewer samples than its snapshot has.
-        if self._selection is not None:
+        if self._items.chooses or self._settings.crop is not None:
             pace = pace._replace(samples=reading.plan.samples)
         # Ranks agreed on fewer steps, so the batches that are left would only fill slots.
         if pace.batches < reading.plan.steps(self._settings).count:
@@ -319,27 +320,41 @@ class EpochSnapshots:
         return view
 
     def _count(self, view: View) -> int:
-        return view.samples if self._selection is None else len(self._selection.chosen(view))
+        numbers = self._items.of(view)
+        if numbers.alone and not self._told and self._settings.rank == 0:
+            self._told = True
+            kept = 0 if numbers.chosen is None else len(numbers.chosen)
+            say(
+                f"offsets= leaves out {numbers.alone} of {numbers.alone + kept} samples, because the cache lacks a"
+                " neighbour of each; pull with --runs to draw neighbours together"
+            )
+        return numbers.total
 
     def _require(self, view: View, samples: int) -> None:
         try:
             world_size = self._settings.place(view)[1]
             require(self._settings, samples, world_size=world_size, grows=bool(view.dataset))
         except NotYet as short:
-            if short.less == "where=":
-                self._refuse_values(view)
+            if short.less in ("where=", "offsets="):
+                self._refuse_values(view, short.less)
             self._short = view, short
             raise
 
-    def _refuse_values(self, view: View) -> None:
-        """Raise :class:`UsageError` for values that no sample has, while no pull runs."""
+    def _refuse_values(self, view: View, option: str) -> None:
+        """Raise :class:`UsageError` for values that no sample has, or neighbours, while no pull runs."""
         with open_cache(self._settings.root, create=False) as cache:
             # While a pull runs, such samples may still come.
-            if not is_pulled(cache):
+            if is_pulled(cache):
+                return
+            if option == "offsets=":
                 raise UsageError(
-                    f"where={shown(where_dict(self._settings.where or ()))} selects none of the {view.samples} samples"
-                    f" in {self._settings.root}, and no pull is running; use other values"
+                    f"none of the {view.samples} samples in {self._settings.root} has all neighbours of offsets=, and"
+                    " no pull is running; use other numbers of rows"
                 )
+            raise UsageError(
+                f"where={shown(where_dict(self._settings.where or ()))} selects none of the {view.samples} samples"
+                f" in {self._settings.root}, and no pull is running; use other values"
+            )
 
     def _open(self) -> Subscription:
         root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths

@@ -85,7 +85,7 @@ def require_same(saved: Mapping[str, Any], here: Mapping[str, Any], *, of: str) 
 
 def _given(name: str, setting: object) -> str:
     """Return a setting of a state as the argument that it was."""
-    if name == "where" and isinstance(setting, str):
+    if name in ("where", "crop", "offsets") and isinstance(setting, str):
         return setting if len(setting) <= _LONGEST else f"{setting[:_LONGEST]}..."
     return shown(False if is_one_of(setting, ("no",)) else setting)
 
@@ -128,7 +128,7 @@ def is_resume(value: object) -> bool:
     if resume is None:
         return True
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
-    return inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
+    return inside and are_rows(resume.parts)
 
 
 SAVED: dict[str, Callable[[Any], bool]] = {
@@ -205,7 +205,14 @@ def resumed(
     view, lost = _left(view, resume)
     if not lost:
         return EpochPlan(generation, epoch, view, count(view), resume.position)
-    chooses = "split=" if settings.split is not None else "where=" if settings.where is not None else None
+    crops = 1 if settings.crop is None else settings.crop.each(view.schema)
+    chooses = (
+        "split=" if settings.split is not None
+        else "where=" if settings.where is not None
+        else "offsets=" if settings.offsets
+        else "crops='grid' over samples of different shapes" if crops is None
+        else None
+    )  # fmt: skip
     next_one = f"begin the next epoch with loader.epoch = {epoch + 1}"
     none_of = f"none of the {len(resume.parts)} shards of"
     if settings.missing != "skip":
@@ -225,5 +232,7 @@ def resumed(
         )
     if not view.parts:
         say(f"{none_of} the epoch to resume, {epoch}, is left, so this epoch ends immediately")
+    # The epoch counts crops, of which a lost sample takes several with it.
+    lost = tuple((start * (crops or 1), stop * (crops or 1)) for start, stop in lost)
     plan = EpochPlan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))

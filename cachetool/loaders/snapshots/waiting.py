@@ -70,6 +70,8 @@ def require(settings: Settings, samples: int, *, world_size: int, grows: bool) -
     side = f" of split={settings.split!r}" if settings.split else ""
     if settings.where is not None:
         side += f" with where={shown(where_dict(settings.where))}"
+    if settings.offsets:
+        side += " with all neighbours of offsets="
     text = f"{samples} of {need} samples{side} in {settings.root}"
     less = "min_samples="
     if need == global_batch:
@@ -77,6 +79,8 @@ def require(settings: Settings, samples: int, *, world_size: int, grows: bool) -
         less = "batch_size="
     elif settings.where is not None and not samples:
         less = "where="
+    elif settings.offsets and not samples:
+        less = "offsets="
     elif settings.split and not samples:
         less = "validation="
     if not grows:
