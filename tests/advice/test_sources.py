@@ -23,6 +23,7 @@ from cachetool.sources.registry import list_source
 from tests.advice.conftest import World, follows
 from tests.advice.rows import Row, follow
 from tests.servers import Moto
+from tests.sources.test_blocks import write_image
 from tests.sources.test_files_tfrecord import FLOAT, ONE, example
 from tests.sources.test_files_tfrecord import write as write_records
 
@@ -52,6 +53,21 @@ def hdf5(name: str = "t.h5", **arrays: object) -> Put:
                 file[array.replace("__", "/")] = values
 
     return put
+
+
+CUBE = hdf5(x=np.zeros((6, 4, 2)), y=np.zeros(6))
+
+
+def ome(folder: Path) -> None:
+    """Write ``t.zarr``, an image of OME-Zarr."""
+    write_image(folder / "t.zarr", 3)
+
+
+def labelled(folder: Path) -> None:
+    """Write ``t.h5`` with an array whose dimensions have names."""
+    with h5py.File(folder / "t.h5", "w") as file:
+        file["x"] = np.zeros((6, 4))
+        file["x"].dims[0].label, file["x"].dims[1].label = "a", "b"
 
 
 def packed(units: str = "", calendar: str = "standard", count: float = 1) -> Put:
@@ -177,7 +193,8 @@ def row(module: str, beginning: str, put: Put | tuple[Put, ...] | None, fails: s
     puts = put if isinstance(put, tuple) else () if put is None else (put,)
     pull = f"pull {source} --all --workers 1 --cache x"
     lines = tuple(f"{pull}{number} {line}" for number, line in enumerate(works))
-    return Row(f"sources/{module}.py", beginning, (*puts, f"{pull} {options}"), lines)
+    place = module if "/" in module else f"sources/{module}"
+    return Row(f"{place}.py", beginning, (*puts, f"{pull} {options}"), lines)
 
 
 ROWS = [
@@ -189,9 +206,30 @@ ROWS = [
         "rows", "{} {}; leave the column out", table(a=range(200), b=[None, *range(199)]), "t.parquet",
         "{(--fields -b)}",
     ),
-    row("cf", "CF attributes of", packed(), "t.h5", "--decode cf"),
-    row("cf", "; leave out --decode cf to read", packed("days since 2000-01-01", "360_day"), "t.h5 --decode cf", ""),
-    row("cf", "times outside of", packed("days since 2000-01-01", count=1e9), "t.h5 --decode cf", ""),
+    row("blocks", "it has none of the dimensions", CUBE, "t.h5 --block 1=2", "--block 1=2 --fields x,y"),
+    row("blocks", "{}: --edges drop leaves", CUBE, "t.h5 --block 0=9 --edges drop", "--block {(0=6)}", "--block 0=9"),
+    row("blocks", "{}: no array has the dim", CUBE, "t.h5 --block z=2", "--block 1=2"),
+    row("blocks", "--block names a dimension", labelled, "t.h5 --block 0=2,a=2", "--block a=2"),
+    row("blocks", "{} incomplete blocks", CUBE, "t.h5 --block 0=4 --edges drop --json", "--block 0=4"),
+    row("zarr", "level {} of {}; to", ome, "t.zarr --block y=4", "--block y=4 {(--level 1)}"),
+    row("zarr", "{}: --level {}: image", ome, "t.zarr --block y=4 --level 2", "--block y=4 --level 1"),
+    row("options", "--level is for blocks", ome, "t.zarr --level 1", "--block y=4 --level 1", "--fields 1"),
+    row("options", "--runs draws neigh", CUBE, "t.h5 --block 0=4 --runs 2", "--block 0=4", "--runs 2"),
+    row("registry", "--runs draws neigh", ARRAYS, "d --runs 2", ""),
+    row("file_listing", "--block needs arrays", table(a=range(9)), "t.parquet --block 0=2", ""),
+    row("registry", "--block needs arrays", ARRAYS, "d --block 0=2", "", "--block 0=2 --read-as npy"),
+    row("options", "unknown --edges", CUBE, "t.h5 --block 0=4 --edges no", "--block 0=4 --edges pad"),
+    row("options", "--block names the dimension {}, but", CUBE, "t.h5 --block 100=4", "--block 0=4"),
+    row("options", "--block names the dimension {} twice", CUBE, "t.h5 --block 0=4,0=2", "--block 0=4"),
+    row("options", "--block {} is not DIM", CUBE, "t.h5 --block 0", "--block 0=4"),
+    row("options", "--edges {} is for blocks", CUBE, "t.h5 --edges drop", "--block 0=4 --edges drop", ""),
+    row("options", "--rows chooses arrays", CUBE, "t.h5 --block 0=4 --rows 6", "--block 0=4", "--rows 6"),
+    row("options", "--block and --read-as", CUBE, "t.h5 --block 0=4 --read-as rows", "--block 0=4", "--read-as rows"),
+    row("core/cf", "CF attributes of", packed(), "t.h5", "--decode cf"),
+    row(
+        "core/cf", "; leave out --decode cf to read", packed("days since 2000-01-01", "360_day"),
+        "t.h5 --decode cf", "",
+    ),
     row(
         "file_listing", "--decode {} needs fields", files("rows.npy", body=npy(np.zeros((3, 2)))),
         "d/rows.npy --decode image", "",

@@ -18,9 +18,10 @@ from cachetool.loaders.numpy import Loader
 from cachetool.stores import open_store, whole
 from tests.cli.conftest import Run
 from tests.servers import Http, Scripted, scripted_server
+from tests.sources.classic import classic
 
 COUNT = 40
-KINDS = ["tar", "tar.gz", "tfrecord", "lmdb", "h5", "npy", "npz", "parquet"]
+KINDS = ["tar", "tar.gz", "tfrecord", "lmdb", "h5", "nc", "npy", "npz", "parquet"]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / f"part-00000.{name}").rename(folder / f"a.{name}")
     with h5py.File(folder / "a.h5", "w") as file:
         file["number"] = numbers
+    (folder / "a.nc").write_bytes(classic({"number": (("x",), numbers.astype("i4"), {})}, {"x": COUNT}))
     np.save(folder / "a.npy", numbers)
     np.savez(folder / "a.npz", number=numbers)
     pyarrow.parquet.write_table(pyarrow.table({"number": numbers}), folder / "a.parquet", row_group_size=7)

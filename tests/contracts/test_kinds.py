@@ -25,6 +25,7 @@ from cachetool.sources.kinds import Kind, kind_of, kind_of_head, kinds, locate
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import list_source, open_source
 from tests.servers import Http, folder_server
+from tests.sources.classic import classic
 from tests.sources.files import open_files
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records
@@ -61,10 +62,18 @@ def write_lmdb(path: Path) -> None:
     env.close()
 
 
+def write_netcdf3(path: Path) -> None:
+    """Write records of two variables, so that the rows of one do not lie one after another."""
+    along = ("time", "six")
+    variables = {"x": (along, X, {}), "y": (("time",), np.arange(50, dtype="i2"), {})}
+    path.write_bytes(classic(variables, {"time": None, "six": 6}, version=2))
+
+
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "npy": lambda path: np.save(path, X),
     "npz": lambda path: np.savez(path, x=X),
     "hdf5": write_hdf5,
+    "netcdf3": write_netcdf3,
     "zarr": lambda path: zarr.open_group(path, mode="w").create_array("x", data=X, chunks=(8, 6)),
     "parquet": write_parquet,
     "tar": write_tar,

@@ -36,6 +36,10 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "key": (["--no-key"], False),
     "value_format": (["--value-format", "npy"], "npy"),
     "rows": (["--rows", "12"], 12),
+    "block": (["--block", "0=4,1=2"], {"0": 4, "1": 2}),
+    "edges": (["--edges", "drop", "--block", "0=4"], "drop"),
+    "level": (["--level", "1", "--block", "0=4"], 1),
+    "runs": (["--runs", "32"], 32),
     "follow_links": (["--follow-links"], True),
     "concurrency": (["--concurrency", "7"], 7),
     "list_workers": (["--list-workers", "4"], 4),
@@ -103,6 +107,7 @@ def test_an_option_means_the_same_on_the_command_line_in_python_and_as_json(opti
     more = {"to": words[words.index("--to") + 1]} if "--to" in words else {}
     more |= {"decode": "image"} if name == "resize" else {}
     more |= {"part": "0/4"} if name in ("parts", "repart") else {}
+    more |= {"block": {"0": 4}} if name in ("edges", "level") else {}
 
     asked = options.of({**more, name: value})
 

@@ -17,8 +17,8 @@ _TRAINING = (
     "pad-ragged-samples resume select-samples share-a-cache split-for-validation transform-samples use-several-gpus"
 )
 _DATA = (
-    "decode-images-and-masks decode-images-while-training move-from-imagefolder move-from-lmdb move-from-mds"
-    " move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 unpack-netcdf-values"
+    "crop-large-arrays decode-images-and-masks decode-images-while-training move-from-imagefolder move-from-lmdb"
+    " move-from-mds move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 unpack-netcdf-values"
 )
 
 

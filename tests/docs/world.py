@@ -17,12 +17,14 @@ VOLUMES = 240
 
 
 def fill_bucket(bucket: Path) -> Path:
-    """``volumes/`` (16 KiB and a label each), ``photos/CLASS/``, ``tars/``, ``run7.h5``, ``ocean.zarr``."""
+    """``volumes/`` (16 KiB and a label each), ``photos/CLASS/``, ``tars/``, ``run7.h5``, and two
+    of Zarr."""
     _volumes(bucket / "volumes")
     _photos(bucket / "photos")
     _tars(bucket / "tars")
     _hdf5(bucket / "run7.h5")
     _zarr(bucket / "ocean.zarr")
+    _volume(bucket / "volume.zarr")
     return bucket
 
 
@@ -95,6 +97,15 @@ def _clips(path: Path) -> None:
         for number in range(12):
             file[f"clip{number:03d}/feat"] = np.full((16 + number, 4), number, dtype=np.float32)
             file[f"clip{number:03d}/label"] = number
+
+
+def _volume(path: Path) -> None:
+    import zarr
+
+    array = zarr.create_array(
+        path, shape=(128, 192, 64), chunks=(32, 48, 64), dtype="i2", dimension_names=["z", "y", "x"]
+    )
+    array[:] = np.arange(128 * 192 * 64).reshape(128, 192, 64).astype("i2")
 
 
 def _zarr(path: Path) -> None:

@@ -64,6 +64,7 @@ from cachetool.proc.task import Task
 from cachetool.sources import guard
 from tests.faults.damage import Case, Report, cases, look_at_all
 from tests.faults.world import SCHEMA, block
+from tests.sources.classic import classic
 from tests.sources.files import open_files
 
 __all__ = ["CACHED", "FOREIGN", "NAMES", "PLAIN"]
@@ -310,6 +311,18 @@ def make_hdf5(folder: Path, **how: Any) -> Made:
     return Made(path, {path: values}, frozenset())
 
 
+def make_netcdf3(folder: Path) -> Made:
+    """Write records of two variables: rows of ``x`` and of ``y`` in turn."""
+    path = folder / "x.nc3"
+    x, y = array(), np.arange(COUNT, dtype="i4")
+    along = ("record", *(f"d{axis}" for axis in range(1, x.ndim)))
+    dims = {"record": None, **dict(zip(along[1:], x.shape[1:], strict=True))}
+    body = classic({"x": (along, x, {}), "y": (("record",), y, {})}, dims, version=5)
+    path.write_bytes(body)
+    row = x.nbytes // COUNT + 4
+    return Made(path, {path: rows_of(len(body) - COUNT * row, row)}, frozenset())
+
+
 def make_hdf5_texts(folder: Path) -> Made:
     import h5py
 
@@ -443,6 +456,7 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
     "hdf5-gzip": lambda folder: make_hdf5(folder, compression="gzip"),
     "hdf5-fletcher32": lambda folder: make_hdf5(folder, fletcher32=True),
     "hdf5-vlen": make_hdf5_texts,
+    "netcdf3": make_netcdf3,
     "zarr2": lambda folder: make_zarr(folder, 2, compressors=None),
     "zarr2-blosc": lambda folder: make_zarr(folder, 2, compressors=numcodecs_blosc()),
     "zarr3": lambda folder: make_zarr(folder, 3, compressors=None),

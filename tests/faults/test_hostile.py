@@ -40,6 +40,7 @@ from cachetool.formats.exported import DATASET_FILE
 from cachetool.formats.shard import CHECKSUMS_FILE, side_folder, stored_checksums
 from tests.commands import run_command
 from tests.faults.world import SCHEMA, block
+from tests.sources.classic import classic
 from tests.sources.files import open_files
 from tests.sources.test_images import png_bomb
 
@@ -153,6 +154,15 @@ def hdf5_shape(path: Path) -> None:
         file.create_dataset("x", (10**12, 1000), "f8", chunks=(1, 1000))
 
 
+def netcdf3_shape(path: Path) -> None:
+    """Write a header that claims an array of 2^62 rows of 2^62 numbers."""
+    values = np.zeros((2, 3))
+    body = classic({"x": (("n", "m"), values, {})}, {"n": 2, "m": 3}, version=5)
+    for length in (2, 3):
+        body = body.replace(length.to_bytes(8, "big"), (2**62).to_bytes(8, "big"), 1)
+    path.write_bytes(body)
+
+
 def masked(data: bytes) -> bytes:
     crc = crc32c.crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
@@ -198,6 +208,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
     "blosc.zarr": (zarr_blosc, 3, ()),
     "chunk.h5": (hdf5_chunk, 0, ()),
     "shape.h5": (hdf5_shape, 3, ()),
+    "shape.nc3": (netcdf3_shape, 3, ()),
     "length.tfrecord": (tfrecord_length, 3, ()),
     "zeros.tfrecord.gz": (tfrecord_gzip, 3, ()),
     "png.tar": (lambda path: tar_of(path, a_png=png_bomb(60_000, 60_000)), 3, ("--decode", "image")),
@@ -215,7 +226,16 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
     return ran.mib
 
 
-FEW = ("left-out.tar.gz", "row.npz", "zstd.zarr", "chunk.h5", "length.tfrecord", "zeros.tfrecord.gz", "jpeg.tar")
+FEW = (
+    "left-out.tar.gz",
+    "row.npz",
+    "zstd.zarr",
+    "chunk.h5",
+    "shape.nc3",
+    "length.tfrecord",
+    "zeros.tfrecord.gz",
+    "jpeg.tar",
+)
 """One or two files of each kind for the default run; the long runs have all."""
 
 

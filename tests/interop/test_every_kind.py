@@ -26,6 +26,7 @@ from cachetool.core.block import Block
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import ContentDigest, checksums
 from tests.servers import Moto, certificates, folder_server
+from tests.sources.classic import classic
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records
 
@@ -50,6 +51,12 @@ def write_ragged_hdf5(path: Path) -> None:
         rows = file.create_dataset("x", (40,), dtype=h5py.vlen_dtype("<f4"))
         for number, row in enumerate(RAGGED):
             rows[number] = row
+
+
+def write_netcdf3(path: Path, *, records: bool) -> None:
+    other = np.arange(40 if records else 6, dtype="i2")
+    variables = {"x": (("time", "six"), X, {}), "other": (("time" if records else "six",), other, {})}
+    path.write_bytes(classic(variables, {"time": None if records else 40, "six": 6}))
 
 
 def write_zarr(path: Path, version: int, **how: Any) -> None:
@@ -116,6 +123,8 @@ KINDS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "hdf5 contiguous": ("contiguous.h5", write_hdf5),
     "hdf5 chunked": ("chunked.h5", lambda path: write_hdf5(path, chunks=(7, 6), compression="gzip")),
     "hdf5 ragged": ("ragged.h5", write_ragged_hdf5),
+    "netcdf3": ("fixed.nc", lambda path: write_netcdf3(path, records=False)),
+    "netcdf3 records": ("records.nc", lambda path: write_netcdf3(path, records=True)),
     "zarr v2": ("v2.zarr/", lambda path: write_zarr(path, 2)),
     "zarr v3": ("v3.zarr/", lambda path: write_zarr(path, 3)),
     "zarr sharded": ("sharded.zarr/", lambda path: write_zarr(path, 3, shards=(14, 6))),
@@ -133,8 +142,11 @@ MORE: dict[str, tuple[str, Callable[[Path], None]]] = {
     for what, rows in (("fixed", None), ("ragged", RAGGED))
     if (to, what) != ("lmdb", "fixed")
 }
-"""The inputs besides the fifteen kinds: exported folders in every format."""
-OPTIONS = {"lmdb": {"value_format": "raw:float32,6", "rename": {"value": "x"}}}
+"""The inputs besides the kinds above: exported folders in every format."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "netcdf3 records": {"fields": ("x",)},
+    "lmdb": {"value_format": "raw:float32,6", "rename": {"value": "x"}},
+}
 PLACES = ("local", "https", "s3")
 VERBS = ("pull", "convert")
 

@@ -19,8 +19,9 @@ from cachetool.cache import CacheDir, open_cache
 from cachetool.core.block import Block
 from cachetool.core.errors import CacheToolError, CorruptError, UsageError
 from cachetool.core.schema import Field, Schema
+from cachetool.loaders.crop import uniforms
 from cachetool.loaders.feed import jpeg
-from cachetool.loaders.feed.crops import DRAWS, centre_boxes, random_boxes, uniforms
+from cachetool.loaders.feed.crops import DRAWS, centre_boxes, random_boxes
 from cachetool.loaders.numpy import JPEG, Loader
 from cachetool.sources.images import decode_image
 
@@ -254,7 +255,7 @@ def test_a_random_box_is_cut_out_of_the_image_and_resized(tmp_path: Path) -> Non
 
 def test_boxes_lie_in_their_images_with_the_area_and_ratio_asked_for() -> None:
     sides = np.random.default_rng(0).integers(200, 400, size=(500, 2))
-    draws = uniforms(np.arange(500), DRAWS, seed=0, epoch=0)
+    draws = uniforms(np.arange(500), DRAWS, of="decode", seed=0, epoch=0)
     boxes = random_boxes(sides, draws, scale=(0.2, 0.4), ratio=(0.5, 2.0))
 
     assert (boxes[:, :2] >= 0).all()
@@ -270,21 +271,26 @@ def test_boxes_lie_in_their_images_with_the_area_and_ratio_asked_for() -> None:
 
 def test_an_image_too_long_for_any_box_gives_its_middle() -> None:
     sides = np.array([[10, 1000], [1000, 10]])
-    boxes = random_boxes(sides, uniforms(np.arange(2), DRAWS, seed=0, epoch=0), scale=(0.9, 1.0), ratio=(0.5, 2.0))
+    boxes = random_boxes(
+        sides, uniforms(np.arange(2), DRAWS, of="decode", seed=0, epoch=0), scale=(0.9, 1.0), ratio=(0.5, 2.0)
+    )
 
     assert boxes.tolist() == [[0, 490, 10, 20], [490, 0, 20, 10]]
     assert centre_boxes(sides, ratio=1.0, share=0.5).tolist() == [[2, 497, 5, 5], [497, 2, 5, 5]]
 
 
 def test_random_numbers_are_even_and_differ_for_samples_epochs_and_seeds() -> None:
-    numbers = uniforms(np.arange(2000), 8, seed=3, epoch=1)
+    numbers = uniforms(np.arange(2000), 8, of="decode", seed=3, epoch=1)
 
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert np.abs(np.histogram(numbers, bins=10)[0] - 1600).max() < 200
     assert np.abs(np.corrcoef(numbers.T) - np.eye(8)).max() < 0.1
     assert len(np.unique(numbers)) == numbers.size
-    for other in (uniforms(np.arange(2000), 8, seed=3, epoch=2), uniforms(np.arange(2000), 8, seed=4, epoch=1)):
+    for other in (
+        uniforms(np.arange(2000), 8, of="decode", seed=3, epoch=2),
+        uniforms(np.arange(2000), 8, of="decode", seed=4, epoch=1),
+    ):
         assert not np.isin(other, numbers).any()
 
 
@@ -451,7 +457,7 @@ def test_fields_that_are_missing_or_decoded_already_are_refused(tmp_path: Path, 
         ({3: "jpeg"}, "cannot be used; it must be a dict"),
         (
             {"image": "png"},
-            r"decode=\{'image': 'png'\} cannot be used; the decoders are 'jpeg', or with options JPEG\(",
+            r"decode=\{'image': 'png'\} cannot be used; the decoders are 'jpeg', 'cf', or with options JPEG\(",
         ),
         ({"image": None}, r"decode=\{'image': None\} cannot be used"),
     ],

@@ -17,6 +17,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats.reading import load_extents
 from cachetool.loaders import order
 from cachetool.loaders.feed.batches import announced
+from cachetool.loaders.items import Numbers
 from cachetool.loaders.read import readahead
 from cachetool.loaders.read.arena import Arena, open_arena
 from cachetool.loaders.read.gather import Runs
@@ -196,7 +197,7 @@ def test_feeders_together_request_each_window_once_and_in_time(
         batches = []
         for feeder, each in enumerate(parts):
             mine = steps[feeder::feeders][case.get("done", 0) :]
-            found = announced(plan, settings, mine, each, whole, feeders=feeders, chosen=chosen)
+            found = announced(plan, settings, mine, each, whole, feeders=feeders, numbers=Numbers(samples, chosen))
             batches.append((indices for _, several in found for indices in several))
         asked.clear()
         reached = position + case.get("done", 0) * feeders * 8
@@ -242,7 +243,7 @@ def test_workers_that_resume_from_different_steps_still_share_windows(
     for worker in range(2):
         parts = MappedParts()
         steps = np.arange(worker, plan.steps(settings).count, 2, dtype=np.int64)[done[worker] :]
-        for _, several in announced(plan, settings, steps, parts, schema, feeders=2):
+        for _, several in announced(plan, settings, steps, parts, schema, feeders=2, numbers=Numbers(plan.samples)):
             for indices in several:
                 assert isinstance(parts._ahead, Windows)
                 parts._ahead.gathering(len(indices))
@@ -279,7 +280,7 @@ def test_all_samples_of_one_side_of_a_split_are_requested(
     parts = MappedParts()
     steps = np.arange(plan.steps(settings).count, dtype=np.int64)
     needed: list[int] = []
-    for _, several in announced(plan, settings, steps, parts, schema, feeders=1, chosen=chosen):
+    for _, several in announced(plan, settings, steps, parts, schema, feeders=1, numbers=Numbers(len(chosen), chosen)):
         for indices in several:
             assert parts._ahead is not None
             parts._ahead.gathering(len(indices))
@@ -304,7 +305,7 @@ def test_announced_samples_are_forgotten_with_the_next_plan(cache: CacheDir) -> 
     for generation, shuffle in enumerate(("window", "full", "window"), 1):
         plan = EpochPlan(generation, 0, view, samples=64)
         settings = Settings("", batch_size=8, shuffle=shuffle)  # type: ignore[arg-type]
-        found = announced(plan, settings, np.arange(8), parts, schema, feeders=1)
+        found = announced(plan, settings, np.arange(8), parts, schema, feeders=1, numbers=Numbers(plan.samples))
         indices = [at for _, several in found for at in several]
         assert sorted(np.concatenate(indices).tolist()) == list(range(64))
         assert isinstance(parts._ahead, Windows if shuffle == "window" else Readahead)

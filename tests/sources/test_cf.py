@@ -1,4 +1,4 @@
-"""CF attributes of HDF5, netCDF4 and Zarr: reported if they are ignored, applied file by file with ``--decode cf``."""
+"""CF attributes of HDF5, netCDF and Zarr: reported if they are ignored, applied file by file with ``--decode cf``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import zarr
 
 import cachetool
+from cachetool.core.cf import decoder, packing_of
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources.cf import decoder, packing_of
 from cachetool.sources.options import SourceOptions
 from tests.servers import folder_server
 from tests.sources.files import open_files, same, samples
@@ -322,7 +322,7 @@ def test_decode_cf_without_encoded_values_is_an_error(tmp_path: Path) -> None:
     for name in ("x.npy", "x.h5"):
         with pytest.raises(UsageError, match=r"--decode cf finds nothing to decode in .*\n.*leave --decode out"):
             samples(tmp_path / name, decode="cf")
-    with pytest.raises(UsageError, match="--decode cf is for HDF5, netCDF4 and Zarr"):
+    with pytest.raises(UsageError, match="--decode cf is for HDF5, netCDF and Zarr"):
         samples(tmp_path / "objects", decode="cf")
 
 
@@ -330,7 +330,7 @@ def test_a_source_drawn_undecoded_is_not_drawn_decoded_into_the_same_dataset(tmp
     path = write(tmp_path / "x.h5", {"t2m": (COUNTS, SCALED)})
     with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
         cache.pull(path, samples=3)
-        with pytest.raises(UsageError, match="listed with other --fields, --rename, --decode or"):
+        with pytest.raises(UsageError, match="listed with other --fields, --rename, --decode, --value-format"):
             cache.pull(path, samples=3, decode="cf")
         cache.pull(path, samples=3, decode="cf", dataset="decoded")
 

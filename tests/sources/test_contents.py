@@ -30,6 +30,7 @@ from cachetool.sources.contents import HEAD
 from cachetool.sources.kinds import kind_of_head
 from cachetool.sources.options import SourceOptions
 from tests.servers import Moto, folder_server
+from tests.sources.classic import classic
 from tests.sources.files import open_files
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records
@@ -41,6 +42,10 @@ Write = Callable[[Path], object]
 def hdf5(path: Path, user_block: int = 0) -> None:
     with h5py.File(path, "w", userblock_size=user_block) as file:
         file["x"] = np.arange(ROWS * 3, dtype="f4").reshape(ROWS, 3)
+
+
+def netcdf3(path: Path) -> None:
+    path.write_bytes(classic({"x": (("x", "y"), np.zeros((ROWS, 3), "f4"), {})}, {"x": ROWS, "y": 3}))
 
 
 def npy(path: Path) -> None:
@@ -97,6 +102,7 @@ def zarr_zip(path: Path) -> None:
     [
         *((name, hdf5) for name in ("a.nc", "a.h5ad", "a.loom", "a.jld2", "a.hdf", "a.mat", "a.keras")),
         *((f"{size}.mat", lambda path, size=size: hdf5(path, size)) for size in (512, 1024, 2048, 4096, 8192)),
+        *((name, netcdf3) for name in ("a.nc", "a.cdf", "netcdf3.h5", "a")),
         ("a.tfr", tfrecord),
         ("a.record", tfrecord),
         ("a.record.gz", packed(tfrecord)),
@@ -124,13 +130,15 @@ def test_pull_and_convert_recognise_a_file_by_its_content(name: str, write: Writ
         assert cachetool.convert(tmp_path / name, to="lmdb", out=tmp_path / "out", workers=1).samples == ROWS
 
 
-@pytest.mark.parametrize("write", [hdf5, npy, npz, tar, tfrecord, parquet, lmdb_file, packed(tar), packed(tfrecord)])
+@pytest.mark.parametrize(
+    "write", [hdf5, netcdf3, npy, npz, tar, tfrecord, parquet, lmdb_file, packed(tar), packed(tfrecord)]
+)
 def test_only_the_first_bytes_of_a_file_are_read_to_recognise_it(write: Write, tmp_path: Path) -> None:
     write(tmp_path / "x")
     head = (tmp_path / "x").read_bytes()[:HEAD]
 
     assert kind_of_head(head) is not None
-    assert kind_of_head(head[:4]) is None or write is parquet
+    assert kind_of_head(head[:4]) is None or write in (parquet, netcdf3)
     assert kind_of_head(b"") is None
     for other in (b"x" * HEAD, b"\x1f\x8b" + bytes(HEAD), b"PK\x03\x04" + bytes(HEAD), bytes(HEAD)):
         assert kind_of_head(other) is None
@@ -199,6 +207,7 @@ def test_a_file_of_an_unknown_kind_is_refused_with_the_list_of_kinds(tmp_path: P
     ("ending", "write"),
     [
         (".nc", hdf5),
+        (".nc", netcdf3),
         (".h5ad", hdf5),
         (".mat", lambda path: hdf5(path, 512)),
         (".tfr", tfrecord),

@@ -26,6 +26,7 @@ from cachetool.sources.guard import read_block
 from cachetool.sources.kinds import Census
 from cachetool.sources.options import SourceOptions
 from cachetool.stores import Object
+from tests.sources.classic import classic
 from tests.sources.files import file_kind, open_files, read, same
 from tests.sources.test_files_tar import write as write_tar
 from tests.sources.test_files_tfrecord import INTS, ONE, example
@@ -45,6 +46,10 @@ def write_lmdb(path: Path) -> None:
     env.close()
 
 
+def write_netcdf3(path: Path) -> None:
+    path.write_bytes(classic({"x": (("n",), np.arange(10, dtype="i4"), {})}, {"n": None}))
+
+
 def write_zarr(path: Path) -> None:
     zarr.create_array(path, shape=(10,), dtype="i4")[:] = np.arange(10)
 
@@ -53,6 +58,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "npy": (".npy", lambda path: np.save(path, np.arange(10))),
     "npz": (".npz", lambda path: np.savez(path, x=np.arange(10))),
     "hdf5": (".h5", write_hdf5),
+    "netcdf3": (".nc3", write_netcdf3),
     "zarr": (".zarr", write_zarr),
     "tar": (".tar", lambda path: write_tar(path, [(f"{i}.txt", b"x" * i) for i in range(10)])),
     "tfrecord": (".tfrecord", lambda path: write_tfrecord(path, *[example(a=INTS)] * 5, *[example(a=ONE)] * 5)),

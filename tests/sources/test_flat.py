@@ -18,6 +18,7 @@ from cachetool.core.block import Ragged
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.loaders.numpy import Loader
 from cachetool.sources.options import SourceOptions
+from tests.sources.classic import classic
 from tests.sources.files import open_files
 
 Arrays = dict[str, Any]
@@ -50,7 +51,18 @@ def zarray(path: Path, arrays: Arrays) -> Path:
     return path.with_suffix(".zarr")
 
 
-WRITERS = [hdf5, chunked, npz, zarray]
+def netcdf3(path: Path, arrays: Arrays) -> Path:
+    """Write CDF-5, whose names have no slash."""
+    variables, dims = {}, {}
+    for number, (name, values) in enumerate(arrays.items()):
+        along = tuple(f"d{number}_{axis}" for axis in range(np.asarray(values).ndim))
+        dims.update(zip(along, np.shape(values), strict=True))
+        variables[name] = (along, values, {})
+    path.with_suffix(".nc").write_bytes(classic(variables, dims, version=5))
+    return path.with_suffix(".nc")
+
+
+WRITERS = [hdf5, chunked, npz, zarray, netcdf3]
 Write = Callable[[Path, Arrays], Path]
 
 

@@ -31,6 +31,7 @@ from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import list_source, open_source
 from cachetool.stores import Object
 from tests.servers import Http, Scripted, counted_s3, folder_server, scripted_server, serve_file
+from tests.sources.classic import classic
 
 ROWS, SHAPE = 200, (8, 16)
 IMAGES = np.arange(ROWS * 128, dtype=np.float32).reshape(ROWS, *SHAPE)
@@ -59,6 +60,23 @@ def write_chunked_hdf5(folder: Path) -> str:
         file.create_dataset("label", data=LABELS, chunks=(50,))
         file["name"] = [f"name {number}" for number in range(ROWS)]
     return "rows.h5"
+
+
+def write_netcdf3(folder: Path) -> str:
+    along = ("row", "y", "x")
+    variables = {"image": (along, IMAGES, {}), "label": (("row",), LABELS.astype("i4"), {})}
+    (folder / "rows.nc").write_bytes(classic(variables, {"row": ROWS, "y": 8, "x": 16}, version=2))
+    return "rows.nc"
+
+
+def write_netcdf3_records(folder: Path) -> str:
+    names = np.array([f"name {number}".encode() for number in range(ROWS)]).view("S1").reshape(ROWS, -1)
+    variables = {
+        "image": (("row", "y", "x"), IMAGES, {}), "label": (("row",), LABELS.astype("i4"), {}),
+        "name": (("row", "length"), names, {}),
+    }  # fmt: skip
+    (folder / "rows.nc").write_bytes(classic(variables, {"row": None, "y": 8, "x": 16, "length": names.shape[1]}))
+    return "rows.nc"
 
 
 def write_zarr(folder: Path, zarr_format: int = 3, **more: object) -> str:
@@ -92,6 +110,8 @@ WRITERS = [
     write_big_endian_npy,
     write_hdf5,
     write_chunked_hdf5,
+    write_netcdf3,
+    write_netcdf3_records,
     write_zarr,
     write_zarr2,
     write_sharded_zarr,
