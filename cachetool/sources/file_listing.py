@@ -40,7 +40,7 @@ __all__ = ["Survey", "list_files"]
 Survey = Literal["probe", "all"]
 _HEADER = 4096
 _MAX_METADATA = 16 * 2**20
-_WITH_BLOCKS = ("zarr", "hdf5", "npy")
+_WITH_BLOCKS = ("zarr", "hdf5", "netcdf3", "npy")
 _IN_ORDER = 2**20
 """Bytes of a unit of records that are read in order. All of a unit is read if one of its records is."""
 
@@ -81,7 +81,7 @@ def list_files(
     """
     if options.block and kind.name not in _WITH_BLOCKS:
         raise UsageError(
-            f"--block needs arrays in Zarr, HDF5, netCDF4 or .npy files, but {store.url} holds {kind.name} files;"
+            f"--block needs arrays in Zarr, HDF5, netCDF or .npy files, but {store.url} holds {kind.name} files;"
             " leave it out"
         )
     seen, stem = IndexSeen(store), EachFile(kind, alone=alone, learned=learned or {})

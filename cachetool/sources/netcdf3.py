@@ -29,13 +29,24 @@ from cachetool.core.block import Column
 from cachetool.core.cf import ATTRIBUTES, packing_of
 from cachetool.core.errors import BadObject
 from cachetool.core.schema import storage_dtype
+from cachetool.sources.blocks import Repeated, blocks_of
 from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.flat import unflattened, wants_arrays
 from cachetool.sources.groups import by_groups
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED
-from cachetool.sources.rows import UNIT_BYTES, ColumnFile, Part, StoredColumn, decoded, named_dims, unpadded
+from cachetool.sources.rows import (
+    UNIT_BYTES,
+    Boxes,
+    ColumnFile,
+    Part,
+    Place,
+    StoredColumn,
+    decoded,
+    named_dims,
+    unpadded,
+)
 
 __all__ = ["open_netcdf3"]
 
@@ -57,6 +68,11 @@ _CHAR = 2
 _TYPES = {1: "i1", _CHAR: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"}
 _TYPES_OF_5 = _TYPES | {7: "u1", 8: ">u2", 9: ">u4", 10: ">i8", 11: ">u8"}
 _ENCODING = "_Encoding"
+_FILLS: dict[str, float | int] = {
+    "i1": -127, "i2": -32767, "i4": -(2**31) + 1, "i8": -(2**63) + 2, "u1": 255, "u2": 2**16 - 1, "u4": 2**32 - 1,
+    "u8": 2**64 - 2, "f4": 2.0**123 * 0.9375, "f8": 2.0**123 * 0.9375,
+}  # fmt: skip
+"""Values of elements never written, of variables without ``_FillValue``: the NC_FILL constants of netcdf.h."""
 
 Array = npt.NDArray[Any]
 
@@ -72,7 +88,7 @@ def open_netcdf3(file: SourceFile, options: SourceOptions) -> ColumnFile:
     if len({variable.name for variable in variables}) != len(variables):
         raise BadObject(f"{file} has two variables of the same name")
     skipped: list[tuple[str, str]] = []
-    wants = wants_arrays(options)
+    wants = options.wants if options.block else wants_arrays(options)
     rows: list[_Rows] = []
     for variable in variables:
         if not wants(variable.name):
@@ -86,6 +102,10 @@ def open_netcdf3(file: SourceFile, options: SourceOptions) -> ColumnFile:
         skipped += [(one.variable.name, "the file has no records yet") for one in rows if not one.variable.stride]
         rows = [one for one in rows if one.variable.stride]
     columns = decoded(_columns(rows, options), options, skipped)
+    if options.block:
+        repeated = Repeated()
+        columns, grid = blocks_of(file, columns, options, skipped, stored=file.size, repeated=repeated)
+        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=repeated.drop, grid=grid)
     columns, keys = by_groups(file, columns, options, skipped, stored=file.size)
     if keys is None:
         columns = unflattened(file, columns, skipped, options)
@@ -332,7 +352,55 @@ class _Rows:
             variable.name, little.str, shape, self.rows * self.nbytes, read, chunk=chunk, parts=parts,
             offset=variable.begin if span is None else -1, stored=dtype.str if span is None else "",
             packing=packing_of(variable.attributes, little), dims=named_dims(variable.dims, len(shape)),
+            boxes=Boxes(self._box, (1,) * len(shape), self._places, self._fill),
         )  # fmt: skip
+
+    def _near(self, row: tuple[int, ...]) -> int:
+        """Return the number of rows that are read together, if ``row`` is the shape of the part wanted of each."""
+        if self.stride == self.nbytes and row == self.variable.shape[1:]:
+            return max(1, self.rows)
+        # A request costs as much as the transfer of 64 KiB.
+        return max(1, UNIT_BYTES // self.stride)
+
+    def _groups(self, start: int, stop: int, near: int) -> Iterator[tuple[int, int]]:
+        for first in range(start, stop, near):
+            yield first, min(first + near, stop)
+
+    def _places(self, shape: tuple[int, ...]) -> Iterator[Place]:
+        """Yield the places of the rows of all blocks of this shape, if blocks are made of complete rows."""
+        if not shape or shape[1:] != self.variable.shape[1:] or not self.nbytes:
+            return
+        zeros = (0,) * (len(shape) - 1)
+        for block in range(0, self.rows, max(1, shape[0])):
+            for first, last in self._groups(block, min(block + shape[0], self.rows), self._near(shape[1:])):
+                begin, nbytes = (
+                    self.variable.begin + first * self.stride,
+                    (last - 1 - first) * self.stride + self.nbytes,
+                )
+                yield (first, *zeros), begin, nbytes, ""
+
+    def _box(self, bounds: tuple[slice, ...]) -> Array:
+        """Return a box of the variable. Only the bytes from its first to its last element of each row are read."""
+        dtype, inner = self.values
+        rows, *others = bounds or (slice(0, 1),)
+        row = tuple(one.stop - one.start for one in others)
+        box = np.empty((rows.stop - rows.start, *row), dtype.newbyteorder("<"))
+        if box.size:
+            steps = tuple(math.prod(inner[axis + 1 :]) * dtype.itemsize for axis in range(len(inner)))
+            low = sum(one.start * step for one, step in zip(others, steps, strict=True))
+            high = sum((one.stop - 1) * step for one, step in zip(others, steps, strict=True)) + dtype.itemsize
+            for first, last in self._groups(rows.start, rows.stop, self._near(row)):
+                body = self._part(
+                    self.variable.begin + first * self.stride + low, (last - 1 - first) * self.stride + high - low
+                )
+                near: Array = np.ndarray((last - first, *row), dtype, body, 0, (self.stride, *steps))
+                box[first - rows.start : last - rows.start] = near
+        return box if bounds else box[0]
+
+    def _fill(self) -> Any:
+        little = storage_dtype(self.variable.dtype)
+        fill = packing_of(self.variable.attributes, little).get("_FillValue") or [_FILLS[little.str[1:]]]
+        return np.asarray(fill[0]).astype(little)[()]
 
     def _exactly(self, start: int, stop: int) -> Array:
         body = self._part(self.variable.begin + start * self.nbytes, (stop - start) * self.nbytes)

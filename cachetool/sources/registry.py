@@ -230,7 +230,7 @@ class _Lister:
                     raise _Files(kind)
                 if self._options.block:
                     raise UsageError(
-                        f"--block needs arrays in Zarr, HDF5, netCDF4 or .npy files, but each object of {store.url} is"
+                        f"--block needs arrays in Zarr, HDF5, netCDF or .npy files, but each object of {store.url} is"
                         " a sample;\nleave --block out, or for .npy files add --read-as npy"
                     )
                 if self._options.runs is not None:

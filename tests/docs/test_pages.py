@@ -18,7 +18,8 @@ _TRAINING = (
 )
 _DATA = (
     "crop-large-arrays decode-images-and-masks decode-images-while-training move-from-imagefolder move-from-lmdb"
-    " move-from-mds move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 unpack-netcdf-values"
+    " move-from-mds move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 train-on-large-arrays"
+    " unpack-netcdf-values"
 )
 
 
