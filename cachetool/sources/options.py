@@ -366,7 +366,7 @@ class SourceOptions(Options):
     block: Annotated[
         Mapping[str, int],
         Option(
-            "HDF5, netCDF4, Zarr and .npy: a sample is a block of this size of each array, rounded up to complete"
+            "HDF5, netCDF, Zarr and .npy: a sample is a block of this size of each array, rounded up to complete"
             " chunks. DIM is the name of a dimension, or its number from 0. Other dimensions are not cut. Repeatable.",
             "DIM=SIZE,...", _block, words=block_sizes,
         ),
