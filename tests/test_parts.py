@@ -683,6 +683,7 @@ def test_a_pull_continues_when_one_of_its_parts_is_released(folder: Path, tmp_pa
     assert len(keys_in(tmp_path / "cache")) == 25
 
 
+@pytest.mark.soak  # tests/faults/test_pull_kills.py kills pulls by default
 def test_eight_randomly_killed_nodes_together_have_the_draws_of_one_machine(digits: Path, tmp_path: Path) -> None:
     """SIGKILL hits whole trees of processes. The same command restarts a node."""
     nodes, samples, rng = 8, 700, random.Random(8)
@@ -739,7 +740,7 @@ def test_eight_randomly_killed_nodes_together_have_the_draws_of_one_machine(digi
 def test_a_node_has_the_parts_congruent_to_its_number_modulo_the_nodes(
     part: str | None, parts: int | None, share: object
 ) -> None:
-    assert PullOptions(part=part, parts=parts).share == share
+    assert PullOptions(part=part, parts=parts).node_parts == share
 
 
 @pytest.mark.parametrize(

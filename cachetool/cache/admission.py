@@ -23,6 +23,7 @@ from cachetool.cache.holders import Holder, is_alive
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.shares import Portion, may_evict, portion_of
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -72,9 +73,12 @@ def admit(
     insert: Callable[[Connection], None],
     *,
     room: Room,
+    dataset: str | None = None,
     waiting: Callable[[str], None] | None = None,
 ) -> None:
     """Reserve ``need`` bytes. ``insert`` runs inside the transaction that finds these bytes free.
+
+    ``dataset`` is that of the shards to be written: if it has a share of the cap, they must fit into it.
 
     While the writer waits, ``waiting`` is called in each round with a line that names what and whom it waits for.
 
@@ -86,7 +90,7 @@ def admit(
         # reservation, a lease or trash. Its bytes become free here.
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
-            shortage = _reserve(connection, layout, holder, need, insert, room=room)
+            shortage = _reserve(connection, layout, holder, need, insert, room=room, dataset=dataset)
         if shortage is None:
             return
         # Outside of the transaction, because unlinking a large shard is slow and would keep every
@@ -134,6 +138,8 @@ class _Shortage:
     """Number of shards being written."""
     trash: list[Id]
     """Shards whose files must be deleted now."""
+    portion: Portion | None = None
+    """The portion of the dataset, if it is full."""
 
 
 def _reserve(
@@ -144,6 +150,7 @@ def _reserve(
     insert: Callable[[Connection], None],
     *,
     room: Room,
+    dataset: str | None,
 ) -> _Shortage | None:
     """Try once to reserve the bytes, inside a transaction.
 
@@ -158,10 +165,15 @@ def _reserve(
     wanted = asked(connection, layout, need)
     _refuse_small_cap(usage.overhead + usage.listings + wanted, need, cap, advise=room.advise)
     excess = usage.total + wanted - cap
+    portion = portion_of(connection, dataset)
+    over = 0
+    if portion is not None:
+        _refuse_small_share(portion, need, advise=room.advise)
+        over = portion.used + need - portion.limit
     # Only this writer's own bytes are added here. Reservations of other writers already take space on the disk, because
     # a writer allocates its complete file first.
     lack = need + floor - layout.free_disk()
-    if excess <= 0 and lack <= 0:
+    if excess <= 0 and lack <= 0 and over <= 0:
         if more:
             _double_page_limit(connection)
         # In the same transaction as the row: recovery deletes a staging row whose holder is not in the catalog, and
@@ -191,12 +203,13 @@ def _reserve(
     # While somebody reads, only snapshots release shards for a following pull. Workers that also retired shards here
     # replaced 33 % of the cache in an epoch instead of the 10 % of `--renew`.
     if evict and not (endless and readers):
+        # The bytes of retiring shards become free when their readers end, so they need no further victims.
+        missing = max(excess, lack) - int(retiring)
         victims = choose(
             # A pull without an end evicts only shards that a snapshot contained. Otherwise it downloads for ever and
             # evicts samples that no epoch saw (5.7 GB in nine minutes from 300 samples).
-            candidates(connection, seen=endless),
-            # The bytes of retiring shards become free when their readers end, so they need no further victims.
-            excess=max(excess, lack) - int(retiring),
+            may_evict(connection, candidates(connection, seen=endless), dataset),
+            excess=missing if portion is None else max(missing, over - portion.leaving),
             policy=room.policy,
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
@@ -211,12 +224,22 @@ def _reserve(
         floor=floor,
         used=usage.total,
         wanted=wanted,
-        disk_is_full=excess <= 0 or hopeless,
+        disk_is_full=(excess <= 0 and over <= 0) or hopeless,
         may_pass=endless or bool(retiring) or bool(readers and evict) or bool(writers),
         readers=readers,
         writers=writers,
         trash=trash,
+        portion=portion if over > 0 else None,
     )
+
+
+def _refuse_small_share(portion: Portion, need: int, *, advise: bool) -> None:
+    """Raise :class:`CapTooSmall` when ``need`` bytes can never fit into the share of a dataset."""
+    if need > portion.limit:
+        raise CapTooSmall(
+            f"the share of dataset {portion.dataset!r}, {format_size(portion.limit)} of the cap, is too small: this"
+            f" write needs up to {format_size(need)}" + (f";\nraise --share, {_RAISE}" if advise else "")
+        )
 
 
 def _refuse_small_cap(least: int, need: int, cap: int, *, advise: bool) -> None:
@@ -231,6 +254,12 @@ def _refuse_small_cap(least: int, need: int, cap: int, *, advise: bool) -> None:
 def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, who: str) -> CapBlocked:
     """Return the error for a full cache."""
     waited = f" (waited {format_duration(room.wait)})" if shortage.may_pass else ""
+    if (portion := shortage.portion) is not None:
+        return CapBlocked(
+            f"dataset {portion.dataset!r} has taken its share of the cap: {format_size(portion.used)} of"
+            f" {format_size(portion.limit)} are used, up to {format_size(shortage.wanted)} more are needed{waited}:"
+            f" {who}" + (";\nraise --share or --max-size" if room.advise and not room.keep_own else "")
+        )
     advice = f";\nraise --max-size{_evict_hint(catalog, layout, shortage.used, shortage.cap - shortage.wanted)}"
     used = f"{format_size(shortage.used)} of {format_size(shortage.cap)} are used"
     return CapBlocked(

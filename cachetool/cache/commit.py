@@ -272,7 +272,8 @@ def stage_together(
 
     # One reservation for all shards. With one reservation each, two conversions could hold half of
     # their shards and wait for each other for ever.
-    admit(catalog, layout, holder, sum(bound for _, bound in shards), insert, room=room, waiting=waiting)
+    need = sum(bound for _, bound in shards)
+    admit(catalog, layout, holder, need, insert, room=room, dataset=dataset, waiting=waiting)
     with contextlib.ExitStack() as stack:
         stagings = [
             stack.enter_context(Staging(catalog, layout, holder, id=shard, schema=schema, format=format, bound=bound))

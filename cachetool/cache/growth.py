@@ -43,7 +43,7 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
         # Another pull that declared the same dataset may have failed meanwhile and deleted it
         # again. The row of the source would then refer to no dataset.
         if declared:
-            connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?, ?)", tuple(declared))
+            connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?, ?, ?)", tuple(declared))
         add_source(connection, row, bound, new=new)
 
     admit(catalog, layout, cache.holder, bound, insert, room=Room(wait=0))

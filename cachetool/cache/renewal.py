@@ -21,46 +21,58 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import candidates, retire
+from cachetool.cache.shares import may_evict, portion_of
 from cachetool.cache.usage import measure
 
 __all__ = ["top_up"]
 
 
-def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str | None) -> int:
-    """Return the version that a new snapshot must lease, usually ``current``. Call this inside the transaction that
-    takes the snapshot.
+def top_up(
+    connection: Connection, layout: Layout, current: int, *, dataset: str, sparing: bool, reads: float = 1.0
+) -> int:
+    """Return the version that a new snapshot of ``dataset`` must lease, usually ``current``. Call this inside the
+    transaction that takes the snapshot.
 
     Shards are retired first for the running pull with the largest ``renew``: at least one when no shard is leaving, and
-    never the last ready one. If too few shards were shown for that, the version is an older one, without the newest
-    shards of the dataset ``sparing``.
+    never the last ready one. If too few shards were shown for that, and with ``sparing``, the version is an older one,
+    without the newest shards of the dataset. ``reads`` is the fraction of the dataset that an epoch reads: a mixture
+    that reads a quarter replaces a quarter as much. A dataset with a share of the cap is renewed by its own snapshots
+    alone.
     """
-    job = connection.execute(
-        "SELECT id, renew, policy, min_epochs, keep_own, bytes_wanted FROM jobs"
-        " WHERE bytes_wanted > 0 ORDER BY renew DESC LIMIT 1"
-    ).fetchone()
+    portion = portion_of(connection, dataset)
+    jobs = connection.execute(
+        "SELECT j.id, j.renew, j.policy, j.min_epochs, j.keep_own, j.bytes_wanted, s.dataset, d.share"
+        " FROM jobs j JOIN sources s ON s.id = j.source JOIN datasets d ON d.name = s.dataset"
+        " WHERE j.bytes_wanted > 0 ORDER BY j.renew DESC"
+    ).fetchall()
+    job = next((job for job in jobs if (job["dataset"] == dataset if portion else job["share"] is None)), None)
     if job is None:
         return current
     cap = int(connection.execute("SELECT max_size FROM cache").fetchone()[0])
-    leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
     usage = measure(connection, layout)
-    free = cap - usage.total
+    if portion is not None:
+        free, leaving, of = min(portion.limit - portion.used, cap - usage.total), portion.leaving, portion.limit
+    else:
+        # A share of the bytes that shards may take and not of the whole cap: of a small cap a third may be the
+        # catalog's.
+        free, leaving, of = cap - usage.total, usage.retiring + usage.trash, cap - usage.overhead - usage.listings
     # Free bytes that are too few for the waiting shard help nobody, so they count as none.
     usable = free if free >= job["bytes_wanted"] else 0
-    # A share of the bytes that shards may take and not of the whole cap: of a small cap a third may
-    # be the catalog's. Retiring shards count as made room, so a second rank that takes a snapshot
-    # retires nothing more.
-    lack = int(job["renew"] * (cap - usage.overhead - usage.listings)) - usable - int(leaving.fetchone()[0])
+    # Retiring shards count as made room, so a second rank that takes a snapshot retires nothing more.
+    lack = int(job["renew"] * min(1.0, reads) * of) - usable - leaving
     if lack <= 0:
         return current
     # An epoch must show everything that was there before it began, so only shards that an earlier
     # snapshot contained may retire.
-    shown = candidates(connection, seen=True)
+    shown = may_evict(connection, candidates(connection, seen=True), dataset)
     # With `keep_own` the shards that this epoch shows could not retire at the next snapshot either.
-    if sparing is not None and not job["keep_own"] and sum(row.bytes for row in shown) < lack:
-        older = _holding_back(connection, sparing, job["renew"], lack)
+    if sparing and not job["keep_own"] and sum(row.bytes for row in shown) < lack:
+        older = _holding_back(connection, dataset, job["renew"], lack)
         if older is not None:
             return older
-    ready = connection.execute("SELECT count(*) FROM shards WHERE state = 'ready'").fetchone()[0]
+    ready = connection.execute(
+        "SELECT count(*) FROM shards WHERE state = 'ready' AND (NOT ? OR dataset = ?)", (portion is not None, dataset)
+    ).fetchone()[0]
     victims = choose(
         shown,
         excess=lack,

@@ -340,7 +340,7 @@ class CacheDir(Closing):
 
     def snapshot(
         self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
-        sparing: bool = False, instead: Snapshot | None = None,
+        sparing: bool = False, reads: float = 1.0, instead: Snapshot | None = None,
         known: tuple[int, int | None] | None = None,
     ) -> Snapshot:  # fmt: skip
         """Lease the present shards of a dataset: none of them is deleted until the snapshot is released.
@@ -355,6 +355,7 @@ class CacheDir(Closing):
                 count as read. Default: False.
             sparing: True: in a full cache of which little was read, the newest shards may be left for the next
                 snapshot. Default: False.
+            reads: Fraction of the samples that an epoch reads: less of the dataset is then renewed. Default: 1.
             instead: A snapshot of this process that is released unread at the same time. Default: none.
             known: Version and stamp of the snapshot whose shards the caller has already. Default: none.
 
@@ -377,7 +378,7 @@ class CacheDir(Closing):
         self.recover()
         taken = snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek, sparing=sparing, instead=instead, previous=known,
+            peek=peek, sparing=sparing, reads=reads, instead=instead, previous=known,
         )  # fmt: skip
         # No process removes a folder in which this process has a lease.
         self._catalog.make_again = None

@@ -37,7 +37,8 @@ _TABLES = (
     """,
     """
     CREATE TABLE datasets (
-        name TEXT NOT NULL PRIMARY KEY, schema TEXT NOT NULL, served INTEGER NOT NULL DEFAULT 0, created REAL NOT NULL
+        name TEXT NOT NULL PRIMARY KEY, schema TEXT NOT NULL, served INTEGER NOT NULL DEFAULT 0, created REAL NOT NULL,
+        share REAL CHECK (share BETWEEN 0 AND 1)
     ) STRICT, WITHOUT ROWID
     """,
     """

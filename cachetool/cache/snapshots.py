@@ -354,6 +354,7 @@ def take(
     epoch: int | None = None,
     peek: bool = False,
     sparing: bool = False,
+    reads: float = 1.0,
     instead: Snapshot | None = None,
     previous: tuple[int, int | None] | None = None,
 ) -> Snapshot:
@@ -361,9 +362,9 @@ def take(
 
     ``peek`` is for a look without training: a pull evicts nothing because of it, and nothing counts as read.
     ``sparing`` may lease an older version, so that the next epoch has something new too
-    (:mod:`cachetool.cache.renewal`). ``instead`` is an unread snapshot of this process, which is returned first in the
-    same transaction. ``previous`` are the version and stamp of a snapshot whose shards the caller has. If these are
-    still the present ones, the shards are not read again.
+    (:mod:`cachetool.cache.renewal`). ``reads`` is the fraction of the dataset that an epoch reads. ``instead`` is an
+    unread snapshot of this process, which is returned first in the same transaction. ``previous`` are the version and
+    stamp of a snapshot whose shards the caller has. If these are still the present ones, the shards are not read again.
     """
     trash: list[Id] = []
     with catalog.write() as connection:
@@ -388,7 +389,9 @@ def take(
         else:
             # In the transaction that inserts the lease: shards that retire here are not in this
             # snapshot, and no writer can act in between.
-            version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)
+            version = newest
+            if not peek:
+                version = top_up(connection, layout, newest, dataset=dataset, sparing=sparing, reads=reads)
         cursor = connection.execute(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
             (holder.id, run, epoch, version, dataset, time.time()),

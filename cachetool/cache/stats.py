@@ -244,7 +244,7 @@ class Stats:
     """Number of ready and retiring shards whose folder is missing, because somebody deleted it."""
     datasets: list[dict[str, Any]]
     """One row a dataset: name, schema, formats (shards, samples, bytes, retiring, retiring_bytes of each), shards,
-    samples, bytes, payload, epochs (that the shards served: fewest, most)."""
+    samples, bytes, payload, share (of the cap, a fraction, or None), epochs (that the shards served: fewest, most)."""
     sources: list[dict[str, Any]]
     """One row a source: url, dataset, units (in a pass, of the parts here), samples, drawn, skipped, fetched, served,
     reuse (served over fetched), coverage (share of the pass), pass (from 1), seed, listing (its digest), cut (number of
@@ -295,7 +295,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         numbers = connection.execute("SELECT * FROM cache").fetchone()
         datasets = [
             _dataset(connection, row)
-            for row in connection.execute("SELECT name, schema FROM datasets ORDER BY created")
+            for row in connection.execute("SELECT name, schema, share FROM datasets ORDER BY created")
             if dataset is None or row["name"] == dataset
         ]
         sources = [
@@ -394,6 +394,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
         "samples": sum(group["samples"] for group in groups),
         "bytes": sum(group["bytes"] for group in groups),
         "payload": sum(group["payload"] for group in groups),
+        "share": row["share"],
         "epochs": [min((g["least"] for g in groups), default=0), max((g["most"] for g in groups), default=0)],
     }
 

@@ -180,12 +180,18 @@ def _print_charged(out: Output, charged: Mapping[str, int]) -> None:
     out.table(["space used by", ">bytes"], [(WORDS[name], format_size(size)) for name, size in charged.items() if size])
 
 
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:g} %"
+
+
 def _print_datasets(out: Output, datasets: Sequence[Mapping[str, Any]]) -> None:
+    shared = any(row["share"] is not None for row in datasets)
     out.table(
-        ["dataset", "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
+        ["dataset", *([">share"] * shared), "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
         [
             (
                 row["name"],
+                *([_share(row["share"])] * shared),
                 name,
                 totals["shards"],
                 totals["samples"],

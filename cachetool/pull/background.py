@@ -345,8 +345,8 @@ class _Desk:
                     return
                 # The process that pulls does not end by itself, so a puller with another share of the source would wait
                 # for ever.
-                if failed is None and asked.share is not None:
-                    refuse_beside(connection, cache.root, self._source, asked.share)
+                if failed is None and asked.node_parts is not None:
+                    refuse_beside(connection, cache.root, self._source, asked.node_parts)
             if failed is not None:
                 raise SourceError(f"the pull of another process failed: {failed}")
             self._enter("waits")

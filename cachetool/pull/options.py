@@ -70,6 +70,15 @@ def _first_shard_after(value: Any, *, what: str) -> float:
     return parse_duration(value, what=what)
 
 
+def _share(value: Any, *, what: str) -> str | float:
+    """Return the fraction; ``none`` for no share."""
+    if isinstance(value, str) and value.strip().lower() == "none":
+        return "none"
+    if not (fraction := parse_fraction(value, what=what)):
+        raise UsageError(f"{what} {shown(value)} leaves no space for the dataset; use more than 0")
+    return fraction
+
+
 def _part(value: Any, *, what: str) -> str:
     """Return ``I[,J...]/N``, also for ``auto``."""
     text = parse_text(value, what=what)
@@ -183,6 +192,14 @@ class DrawOptions(SourceOptions):
         float | str,
         Option("Fraction of a full cache that new samples replace at each epoch.", "FRACTION", parse_fraction),
     ] = "10%"
+    share: Annotated[
+        float | str | None,
+        Option(
+            "Most of the cap that the dataset takes, for several datasets in one cache; kept for later pulls. none: it"
+            " has no share. Default: as in earlier pulls.",
+            "FRACTION", _share,
+        ),
+    ] = None  # fmt: skip
 
     part: Annotated[
         str | None,
@@ -226,7 +243,7 @@ class DrawOptions(SourceOptions):
         if self.part is None and self.parts is not None:
             raise UsageError("--parts needs --part; add --part, or leave --parts out")
         # Asked for its errors: a wrong --part must be refused before anything is started.
-        _ = self.share
+        _ = self.node_parts
         if self.start_early and self.label_from_folder == "int":
             raise UsageError(
                 "--label-from-folder int needs the names of all folders, which --start-early does not have yet; leave"
@@ -254,7 +271,7 @@ class DrawOptions(SourceOptions):
         return replace(self, **{one.name: getattr(source, one.name) for one in fields(SourceOptions)})
 
     @property
-    def share(self) -> tuple[int, tuple[int, ...]] | None:
+    def node_parts(self) -> tuple[int, tuple[int, ...]] | None:
         """The number of parts of the source, and the parts that this node draws; None without ``part``."""
         if self.part is None:
             return None

@@ -118,14 +118,14 @@ def parts_of(cache: CacheDir, source: SourceRow | None, options: PullOptions) ->
     Raises:
         UsageError: If the cache would lose samples, or an option needs a source in one part or a listing for all nodes.
     """
-    if options.repart and options.share is None:
+    if options.repart and options.node_parts is None:
         raise UsageError("--repart needs --part or --on ray; add one of them, or leave --repart out")
-    cut, parts = options.share or (1, (0,))
+    cut, parts = options.node_parts or (1, (0,))
     if source is not None:
         own = source.cut, tuple(part.number for part in source.parts)
         # A source keeps its parts unless --repart says otherwise: a pull without --part would draw the units of other
         # nodes as well.
-        if options.share is None or (is_same_share(own, options.share) and not options.repart):
+        if options.node_parts is None or (is_same_share(own, options.node_parts) and not options.repart):
             cut, parts = own
         if not options.repart:
             with cache.catalog.read() as connection:
@@ -316,6 +316,15 @@ def format_of(cache: CacheDir, dataset: str) -> str | None:
 def target_format(options: PullOptions, newest: str | None) -> str:
     """Return the format of the new shards. ``newest``: that of the dataset's newest shard, if it has one."""
     return options.to or newest or "lmdb"
+
+
+def space_of(cache: CacheDir, options: PullOptions) -> int:
+    """Return the bytes of the cap that the pull may fill: all, or the share of its dataset."""
+    share = options.share
+    if share is None and cache.exists:
+        row = cache.catalog.one("SELECT share FROM datasets WHERE name = ?", (options.dataset,))
+        share = None if row is None else row["share"]
+    return cache.max_size if share in (None, "none") else int(float(share) * cache.max_size)
 
 
 def shard_bytes(cap: int, options: PullOptions) -> int:

@@ -24,6 +24,7 @@ from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
 from cachetool.cache.layout import cache_option
 from cachetool.cache.own_parts import assign
+from cachetool.cache.shares import set_share
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
 from cachetool.core.names import Id
@@ -54,6 +55,7 @@ from cachetool.pull.prepare import (
     shard_bytes,
     source_id,
     source_row,
+    space_of,
     target_format,
     with_classes,
 )
@@ -171,7 +173,7 @@ def pull_within(
         if new_listing is not None:
             cache.add_source(row, new_listing, new=source is None)
         released = 0
-        if source is not None and options.share is not None:
+        if source is not None and options.node_parts is not None:
             sizes = {part: size for part, size, _ in prepared.parts}
             released = assign(cache, source.id, cut, sizes, prepared.segments, repart=options.repart)
         # A refresh adds the changed units as segments behind the old ones, so that numbers of units in existing shards
@@ -287,7 +289,7 @@ def _plan(
     began: float,
 ) -> PullJob:
     """Return the parameters of the pull, fixed before the first sample is drawn. Change nothing."""
-    cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
+    cap, newest, looked = space_of(cache, options), format_of(cache, options.dataset), looked_at(url, scratch)
     name = target_format(options, newest)
     named = check_compression(get_format(name), options.compression)
     kind = compressed(name, prepared.compression if named == AUTO else named)
@@ -439,6 +441,9 @@ def _open_job(cache: CacheDir, plan: PullJob, *, next_pass: bool) -> tuple[str, 
 
     def begin(connection: Connection) -> tuple[str, SourceRow]:
         holder.register(connection)
+        if options.share is not None:
+            share = None if options.share == "none" else float(options.share)
+            set_share(connection, options.dataset, share)
         return draws.open_job(
             connection, plan.id, holder=holder.id, wanted=plan.wanted, upto=plan.upto, seed=options.seed,
             room=options.room, next_pass=next_pass or (plan.wanted is not None and not options.reopened),
