@@ -109,14 +109,16 @@ def deleted(folder: Path) -> Iterator[Path]:
             remove_path(folder)
 
 
-def fill(cache: CacheDir, name: str, block: Block, shards: int, *, compression: str | None = None) -> None:
+def fill(
+    cache: CacheDir, name: str, block: Block, shards: int, *, compression: str | None = None, dataset: str = "default"
+) -> None:
     """Commit the block as ``shards`` shards of a format."""
     kind = compressed(name, compression)
-    cache.declare("default", block.schema)
+    cache.declare(dataset, block.schema)
     for rows in np.array_split(np.arange(block.samples), min(shards, block.samples)):
         part = block.slice(int(rows[0]), int(rows[-1]) + 1)
         bound = shard_bound(kind, block.schema, part.samples, part.nbytes, cache.layout.disk_block)
-        with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
+        with cache.stage(dataset=dataset, schema=block.schema, format=name, bound=bound) as staging:
             files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
             files.write(part)
             facts = files.facts()

@@ -11,14 +11,21 @@ A code says which sample of the view is read, and which crop of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from cachetool.core.schema import Schema
+from cachetool.core.block import Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import KEY, Schema
+from cachetool.core.text import shown
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.crop import Crops
+from cachetool.loaders.mixture import Group, Shares, shares
+from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.sample_weights import Floats, SampleWeights
 from cachetool.loaders.selection import ByPart, Selection
 from cachetool.loaders.series import Series, neighbours
 from cachetool.loaders.settings import Settings
@@ -42,6 +49,14 @@ class Numbers(NamedTuple):
     """For each number of rows the index of the sample that lies so far behind each sample of the view, (samples,)."""
     alone: int = 0
     """Samples that are left out because the cache lacks a neighbour of them."""
+    groups: tuple[Group, ...] = ()
+    """The items of each group of a mixture, whose items are drawn in a ratio; empty without a mixture."""
+    ratio: Shares = ()
+    """The shares of the groups, if the samples decide them."""
+    weights: Floats | None = None
+    """The weight of each sample of the view, if items are drawn by weights, (samples,)."""
+    ends: Floats | None = None
+    """The sum of the weights up to and with each item."""
 
     def codes(self, numbers: Int64s) -> Int64s:
         """Return the codes of items, (k,)."""
@@ -61,18 +76,25 @@ class Numbers(NamedTuple):
         """Return the samples of these codes, (k,)."""
         return codes if self.crops == 1 else codes // self.crops
 
+    def before(self, sample: int) -> int:
+        """Return the number of items of the samples before this one."""
+        at = sample if self.chosen is None else int(np.searchsorted(self.chosen, sample))
+        return at * self.crops if self.starts is None else int(self.starts[at])
+
 
 class Items:
     """A finder of the items of views."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, weights: SampleWeights | None = None) -> None:
+        self._settings, self._weights = settings, weights
         # Neighbours lie on both sides of a split by single keys, so windows are divided in longer runs below.
         split = None if settings.offsets else settings.split
         chooses = split is not None or settings.where is not None
         self._selection = Selection(split, settings.validation, settings.where) if chooses else None
         self._series = Series()
-        self._grids = ByPart()
+        self._grids, self._labels = ByPart(), ByPart()
+        self._values: dict[bytes, int] = {}
+        """A number for each text of the field ``balance``, in the order in which this process met them."""
         self._of: tuple[View, Numbers] | None = None
 
     @property
@@ -87,7 +109,7 @@ class Items:
         """
         # Of the same object, because an epoch asks again and again.
         if self._of is None or self._of[0] is not view:
-            self._of = view, self._numbers(view)
+            self._of = view, self._grouped(view, self._numbers(view))
         return self._of[1]
 
     def _numbers(self, view: View) -> Numbers:
@@ -105,11 +127,80 @@ class Items:
         starts = ends(counts if numbers.chosen is None else counts[numbers.chosen])
         return numbers._replace(total=int(starts[-1]), crops=most, starts=starts)
 
+    def _grouped(self, view: View, numbers: Numbers) -> Numbers:
+        """Return the items with the groups of a mixture."""
+        mixture = self._settings.mixture
+        if mixture is None:
+            return numbers
+        if mixture.sample_weights:
+            return numbers if self._weights is None else self._weighted(view, numbers, self._weights)
+        if mixture.balance is None:
+            firsts = [numbers.before(int(view.starts[part])) for part in np.cumsum([0, *view.members]).tolist()]
+            return numbers._replace(groups=tuple(map(range, firsts, firsts[1:])))
+        values = self._labels_of(view, mixture.balance)
+        values = values[numbers.samples(numbers.codes(np.arange(numbers.total, dtype=np.int64)))]
+        order = np.argsort(values, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(order) else []
+        texts = {number: text.decode() for text, number in self._values.items()}
+        # In the order of the values, which is the same in all processes.
+        named = sorted((texts.get(number, number), group) for group in groups for number in values[group[:1]].tolist())
+        weights = [mixture.weight_of(value) for value, _ in named]
+        there = [group for (_, group), weight in zip(named, weights, strict=True) if weight]
+        ratio = shares([weight for weight in weights if weight]) if there else ()
+        return numbers._replace(groups=tuple(there), ratio=ratio)
+
+    def _weighted(self, view: View, numbers: Numbers, weights: SampleWeights) -> Numbers:
+        """Return the items with their weights. Raises :class:`UsageError` if there are no keys, or no weights."""
+        if KEY not in view.schema or view.schema[KEY].kind not in ("str", "bytes"):
+            raise UsageError(f"sample_weights= needs the field {KEY} of text; this dataset was pulled without it")
+        schema = view.schema.select([KEY])
+
+        def bits(parts: View, indices: Int64s, places: MappedParts) -> Int64s:
+            return weights.of(gather(parts, indices, places, schema)[KEY]).view(np.int64)
+
+        of_samples = np.concatenate([*self._labels.of(view, bits), np.empty(0, dtype=np.int64)]).view(np.float64)
+        of_items = of_samples[numbers.samples(numbers.codes(np.arange(numbers.total, dtype=np.int64)))]
+        if numbers.total and not of_items.any():
+            raise UsageError(f"all {numbers.total} samples have the weight 0 in sample_weights=; give some a weight")
+        return numbers._replace(weights=of_samples, ends=np.cumsum(of_items))
+
+    def _labels_of(self, view: View, name: str) -> Int64s:
+        """Return the value of a field for each sample, or the number of its text, (samples,).
+
+        Raises :class:`UsageError` if the field is neither text nor a whole number.
+        """
+        if name not in view.schema:
+            raise UsageError(f"balance= needs field {shown(name)}; this dataset has {', '.join(view.schema.names)}")
+        field = view.schema[name]
+        if field.kind not in ("str", "bytes") and not (field.is_scalar and field.numpy.kind in "biu"):
+            raise UsageError(
+                f"balance= cannot use field {shown(name)} ({field.describe()}); choose one of whole numbers or text"
+            )
+        schema = view.schema.select([name])
+
+        def values(parts: View, indices: Int64s, places: MappedParts) -> Int64s:
+            column = gather(parts, indices, places, schema)[name]
+            if not isinstance(column, Ragged):
+                return column.astype(np.int64)
+            texts = (bytes(column[at]) for at in range(len(column)))
+            return np.fromiter((self._values.setdefault(text, len(self._values)) for text in texts), np.int64)
+
+        return np.concatenate([*self._labels.of(view, values), np.empty(0, dtype=np.int64)])
+
     def _complete(self, view: View, numbers: Numbers) -> Numbers:
         """Return the items of which all neighbours are in the view, on the same side of a split."""
         settings = self._settings
         codes = self._series.codes(view)
-        found = neighbours(codes, sorted({offset for _, offsets in settings.offsets for offset in offsets}))
+        reach = sorted({offset for _, offsets in settings.offsets for offset in offsets})
+        edges = view.starts[np.cumsum([0, *(view.members or [len(view.parts)])])].tolist()
+        # Datasets of a mixture may have the same keys, so each is looked at by itself.
+        of_each = [neighbours(codes[first:stop], reach) for first, stop in pairwise(edges)]
+        found = {
+            offset: np.concatenate(
+                [np.where(one[offset] < 0, -1, one[offset] + first) for one, first in zip(of_each, edges, strict=False)]
+            )
+            for offset in reach
+        }
         there, side = np.ones(view.samples, dtype=np.bool_), None
         if settings.split is not None:
             side = self._series.held_out(codes, settings.validation) == (settings.split == "validation")

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
@@ -30,15 +30,17 @@ from cachetool.loaders.crop import Corner, CropOption, OffsetsOption, parse_crop
 from cachetool.loaders.decode import DecodeOption, parse_decode
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed.processes import Processes
-from cachetool.loaders.feed.protocol import Feed
+from cachetool.loaders.feed.protocol import Feed, Ratios
 from cachetool.loaders.feed.transform import Function, Functions, dumps
 from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.mixture import Shares, Weights, parse_mixture, parse_weights
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.other_names import OF_LOADERS, answering
 from cachetool.loaders.padding import PadOption, VarlenOption, parse_pad
 from cachetool.loaders.ranks import given, launched, on_node
 from cachetool.loaders.ring.memory import MOST_KEPT
 from cachetool.loaders.ring.slot import Batch
+from cachetool.loaders.sample_weights import SampleWeights, parse_sample_weights
 from cachetool.loaders.selection import WhereOption, parse_where
 from cachetool.loaders.settings import Settings, where_dict
 from cachetool.loaders.snapshots.follow import launched_run, subscribe
@@ -62,7 +64,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     values = dict(options)
     for name, least in _LEAST.items():
         values[name] = parse_whole(values[name], what=f"{name}=", least=least)
-    for name in ("prefetch", "steps", "epochs", "min_samples"):
+    for name in ("prefetch", "steps", "epochs", "min_samples", "epoch_samples"):
         if values[name] is not None:
             values[name] = parse_whole(values[name], what=f"{name}=", least=None if name == "prefetch" else 1)
     for name in ("drop_last", "verify", "concurrent"):
@@ -76,10 +78,20 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
     cutting = [values.pop(name) for name in ("crop", "crops", "stride", "corner", "crop_pad")]
     values["crop"], values["offsets"] = parse_crop(*cutting), parse_offsets(values["offsets"])
     _check(values)
-    if isinstance(cache_or_paths, CacheDir):
-        # Feeders open the cache by its folder, so the cap of this open cache must be on the disk before they start.
-        cache_or_paths.settle_cap()
-    root, paths = located(cache_or_paths, values["dataset"])
+    for place in (cache_or_paths, values["cache"]):
+        if isinstance(place, CacheDir):
+            # Feeders open the cache by its folder, so the cap of this open cache must be on the disk before they start.
+            place.settle_cap()
+    names = ("cache", "mix", "epoch_samples", "epoch_of", "balance", "weights_by", "sample_weights")
+    values["sample_weights"] = "" if values["sample_weights"] is None else values["sample_weights"].digest
+    mixture = parse_mixture(cache_or_paths, **{name: values.pop(name) for name in names}, located=located)
+    values["mixture"] = mixture
+    if mixture is None or not mixture.members:
+        root, paths = located(cache_or_paths, values["dataset"])
+    elif values["dataset"] is not None:
+        raise UsageError(f"dataset={shown(values['dataset'])} cannot be used in a mixture, which names its datasets")
+    else:
+        root, paths = Path(mixture.members[0].root), ()
     values["min_each"] = values["min_samples"] is None
     if values["min_each"]:
         # A validation side or a selection may be smaller than one batch for ever, so a loader that waited for a whole
@@ -181,6 +193,8 @@ class Lengths:
 T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 """An open cache, its folder, or one or several shards outside of any cache."""
+SampleWeightsOption: TypeAlias = Mapping[Any, float] | tuple[Sequence[Any], Any]
+"""Weights of samples by their keys: a dict, or a pair of keys and weights."""
 
 
 class BaseLoader(Closing, ABC, Generic[T]):
@@ -192,7 +206,9 @@ class BaseLoader(Closing, ABC, Generic[T]):
     Args:
         cache_or_paths: The samples: an open cache, or the folder of a cache. Or files outside any cache, which take no
             lease: a folder that ``cachetool convert --out`` wrote, one of its files, or a list of such folders and
-            files.
+            files. Or a mixture, a dict of datasets and their weights: with ``cache`` names of its datasets, otherwise
+            such folders, or pairs of the folder of a cache and a dataset. An epoch draws from each dataset in the ratio
+            of the weights, without repeats until it is through.
         batch_size: Most samples in one batch of one rank; 1 or more.
         fields: The name of a field, or a list of names: the fields of a batch, in this order. Default: all fields of
             the dataset.
@@ -271,6 +287,19 @@ class BaseLoader(Closing, ABC, Generic[T]):
         verify: True: the feeders compare every value with the checksum that was stored with it. Default: False.
         concurrent: True: an iterator continues when the loader is iterated again, and each thread may have its own
             epoch; each further iterator has its own feeders. False: older iterators end with an error. Default: False.
+        cache: The cache whose datasets a mixture names. Default: none.
+        mix: ``"sample"``: a batch has samples of all datasets of a mixture. ``"batch"``: each batch has
+            ``batch_size`` samples of one dataset. Default: ``"sample"``.
+        epoch_samples: Number of samples in an epoch of a mixture, of ``balance`` or of ``sample_weights``, on all ranks
+            together. Default: as many samples as all datasets have.
+        epoch_of: The dataset of a mixture that an epoch reads once, as it is named in the dict. Default: none.
+        weights: A function that gives the weights of a mixture for the number of an epoch, a dict. Default: the weights
+            of the first argument in all epochs.
+        balance: A field of text or whole numbers: draw each of its values equally often. Default: none.
+        weights_by: Weights of some values of the field ``balance``; other values have the weight 1. Default: none.
+        sample_weights: Weights of samples by their keys, a dict, or a pair of keys and weights: draw a sample as often
+            as its weight says. A batch then has ``__weight__``, float32 of shape (k,), the mean weight divided by that
+            of the sample. A sample without a weight has the mean weight. Default: each sample once.
 
     Raises:
         UsageError: An argument cannot be used; there is no such cache, dataset or field; or too few samples arrived
@@ -282,7 +311,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
     @answering(OF_LOADERS)
     def __init__(
         self,
-        cache_or_paths: CacheOrPaths,
+        cache_or_paths: CacheOrPaths | Weights,
         *,
         batch_size: int,
         fields: str | Sequence[str] | None = None,
@@ -317,13 +346,34 @@ class BaseLoader(Closing, ABC, Generic[T]):
         missing: str = "error",
         verify: bool = False,
         concurrent: bool = False,
+        cache: CacheDir | str | Path | None = None,
+        mix: str = "sample",
+        epoch_samples: int | None = None,
+        epoch_of: Any = None,
+        weights: Callable[[int], Weights] | None = None,
+        balance: str | None = None,
+        weights_by: Mapping[Any, float] | None = None,
+        sample_weights: SampleWeightsOption | None = None,
     ) -> None:
-        self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
+        self._sample_weights = parse_sample_weights(sample_weights)
+        options = {**locals(), "sample_weights": self._sample_weights}
+        self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, options)
+        self._names = list(cache_or_paths) if isinstance(cache_or_paths, Mapping) else []
+        """The datasets of a mixture, as the caller named them."""
+        self._weights: Weights | Callable[[int], Weights] | None = None
+        if isinstance(cache_or_paths, Mapping):
+            self.weights = cache_or_paths
+        if weights is not None:
+            if not self._names or not callable(weights):
+                raise UsageError(
+                    f"weights={shown(weights)} cannot be used; it must be a function of the epoch, for a mixture"
+                )
+            self._weights = weights
         self._given = given(rank, world_size)
         self._here: tuple[int, Settings] | None = None
         """Process id, and the settings with the rank and world size of that process."""
         self._fed_with: Settings | None = None
-        self._functions = Functions(transform, corner)
+        self._functions = Functions(transform, corner, self._sample_weights)
         self._concurrent, self._claim = concurrent, threading.Lock()
         self._home: threading.Thread | None = None
         # Serialised in the constructor, so that a function that cannot be sent to the feeders raises its error here,
@@ -409,6 +459,66 @@ class BaseLoader(Closing, ABC, Generic[T]):
     @epoch.setter
     def epoch(self, number: int) -> None:
         self._epoch, self._chosen = parse_epoch(number), True
+
+    @property
+    def weights(self) -> Weights | Callable[[int], Weights] | None:
+        """The weights of the datasets of a mixture, a dict, or the function that gives them for an epoch; None without
+        a mixture.
+
+        Set this attribute to change the weights from the next epoch on.
+
+        Raises:
+            UsageError: The loader has no mixture, or the dict does not fit its datasets.
+        """
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights | Callable[[int], Weights]) -> None:
+        if not self._names:
+            raise UsageError("this loader has no mixture; create it with a dict of datasets and their weights")
+        if not callable(weights):
+            parse_weights(weights, self._names, what="the mixture")
+            weights = dict(weights)
+        self._weights = weights
+
+    @property
+    def sample_weights(self) -> SampleWeights | None:
+        """The weights of single samples.
+
+        Set this attribute between two epochs, to a dict of keys and weights or a pair of keys and weights, to draw the
+        next epochs by other weights. The feeders are then started again.
+
+        Raises:
+            UsageError: The weights cannot be used; the loader was created without ``sample_weights``; or an epoch is
+                under way.
+        """
+        return self._sample_weights
+
+    @sample_weights.setter
+    def sample_weights(self, weights: SampleWeightsOption) -> None:
+        parsed, mixture = parse_sample_weights(weights), self._settings.mixture
+        if parsed is None or mixture is None or not mixture.sample_weights:
+            raise UsageError("sample_weights can be changed, but a loader must be created with or without it")
+        if self._progress is not None and not self._progress.ended and self._progress.touched:
+            raise UsageError("an epoch is under way, which draws by the present sample_weights; set others after it")
+        self._sample_weights = parsed
+        self._functions = self._functions._replace(weights=parsed)
+        self._sent = b"" if self._workers == 0 else dumps(self._functions)
+        # Other settings end the feeders, which have the weights before.
+        self._settings = replace(self._settings, mixture=replace(mixture, sample_weights=parsed.digest))
+        self._here = None
+
+    def _ratios(self, epoch: int) -> Ratios:
+        """Return the shares of a mixture's datasets in this epoch and in the next one."""
+        return self._ratio(epoch), self._ratio(epoch + 1)
+
+    def _ratio(self, epoch: int) -> Shares:
+        if self._weights is None:
+            return ()
+        given, what = self._weights, "the mixture"
+        if callable(given):
+            given, what = given(epoch), f"weights= of epoch {epoch}"
+        return parse_weights(given, self._names, what=what)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this method before each epoch.
@@ -577,7 +687,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
     def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None, *, own: bool = False) -> Epoch[T]:
         begun, taken = None, 0 if resume is None else self._taken
         try:
-            begun = feed.begin(number, resume)
+            begun = feed.begin(number, resume, self._ratios(number))
             steps = self._agreed(self._limited(begun.steps, taken))
         except BaseException as error:
             # The epoch has begun for the feeders, but this process will not read it: it was interrupted, or the ranks
@@ -617,7 +727,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
         number = self._next()
         left_over = self._left_over(number)
         taken = 0 if left_over is None else self._taken
-        count = self._limited(self._fed().prepare(number, left_over).steps, taken)
+        count = self._limited(self._fed().prepare(number, left_over, self._ratios(number)).steps, taken)
         return self._lengths.tell(number, taken + count)
 
     def _placed(self) -> Settings:
@@ -727,6 +837,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
             values["crop"] = self._settings.crop.state()
         if self._settings.offsets:
             values["offsets"] = str(dict(self._settings.offsets))
+        if self._settings.mixture is not None:
+            values["mixture"] = self._settings.mixture.state()
         return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -746,7 +858,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
         require_state(state, SAVED, of="loaders")
         # A state without where=, crop= or offsets= has no entry for it. A state at the edge of an epoch may be loaded
         # with other settings, because it names no samples.
-        none = {"where": None, "crop": None, "offsets": None}
+        none = {"where": None, "crop": None, "offsets": None, "mixture": None}
         saved = {**none, **(state.get("order") or {})} if state.get("resume") else {}
         here = {"seed": self._settings.seed, **none, **self._order()}
         require_same({"seed": state.get("seed"), **saved}, here, of="loader")

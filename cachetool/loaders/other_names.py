@@ -37,6 +37,7 @@ OF_LOADERS: Mapping[str, str] = {
 }
 """Arguments of other loaders, each with the answer that a loader of cachetool gives."""
 _CROPS = ("crop", "crops", "stride", "corner", "crop_pad")
+_RATIOS = ("cache", "mix", "epoch_samples", "epoch_of", "weights", "balance", "weights_by", "sample_weights")
 _LOADER = "a dataset for a DataLoader returns all samples; use cachetool.loaders.torch.Loader with"
 OF_DATASETS: Mapping[str, str] = {
     "where": f"{_LOADER} where=",
@@ -47,6 +48,7 @@ OF_DATASETS: Mapping[str, str] = {
     **dict.fromkeys(_CROPS, f"{_LOADER} crop="),
     "offsets": f"{_LOADER} offsets=",
     "varlen": f"{_LOADER} varlen=",
+    **{name: f"{_LOADER} {name}=" for name in _RATIOS if name != "cache"},
     "batch_size": "pass it to the DataLoader, or use cachetool.loaders.torch.Loader, which makes the batches itself",
 }
 """Arguments of loaders, each with the answer that a dataset for a ``DataLoader`` gives."""
@@ -58,6 +60,12 @@ OF_TENSORFLOW: Mapping[str, str] = {
     "varlen": f"{_RAGGED} has .flat_values and .row_splits",
     **dict.fromkeys(_CROPS, "give the batches of cachetool.loaders.numpy.Loader with crop= to the trainer"),
     "offsets": "give the batches of cachetool.loaders.numpy.Loader with offsets= to the trainer",
+    **{
+        name: "mix datasets with tf.data.Dataset.sample_from_datasets(), or give the batches of"
+        f" cachetool.loaders.numpy.Loader with {name}= to the trainer"
+        for name in _RATIOS
+        if name != "cache"
+    },
 }
 """Arguments of loaders, each with the answer that a dataset of TensorFlow gives."""
 

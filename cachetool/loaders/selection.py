@@ -85,13 +85,14 @@ class ByPart:
         ``compute(view, indices, places)`` returns the array of one file, whose samples are ``indices`` of that view.
         """
         known = self._known
-        fresh = {_identity(part): part for part in view.parts if _identity(part) not in known}
+        fresh = {_identity(part): at for at, part in enumerate(view.parts) if _identity(part) not in known}
         computed = dict[tuple[str, int], Int64s]()
         if fresh:
             places = MappedParts()
             try:
-                parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
-                for name, start, stop in zip(fresh, parts.starts[:-1].tolist(), parts.starts[1:].tolist(), strict=True):
+                parts = view.only(sorted(fresh.values()))
+                names = map(_identity, parts.parts)
+                for name, start, stop in zip(names, parts.starts[:-1].tolist(), parts.starts[1:].tolist(), strict=True):
                     computed[name] = compute(parts, np.arange(start, stop, dtype=np.int64), places)
             finally:
                 places.close()

@@ -13,9 +13,11 @@ from cachetool.core.ranges import Ranges
 from cachetool.core.schema import Schema
 from cachetool.loaders.crop import Crops, Offsets
 from cachetool.loaders.decode import Decode
+from cachetool.loaders.mixture import DATASET, Group, MixedOrder, Mixture, Shares
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
 from cachetool.loaders.padding import Pad, Pads
 from cachetool.loaders.ranks import require_node
+from cachetool.loaders.sample_weights import Floats, WeightedOrder
 from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "Value", "Where", "rows", "where_dict"]
@@ -68,11 +70,31 @@ class Settings:
     """Boxes that are cut out of the samples."""
     offsets: Offsets = ()
     """Fields of which an item has the values of several rows, each with the rows."""
+    mixture: Mixture | None = None
+    """The groups that an epoch draws from in a ratio."""
 
     @property
     def laid_out(self) -> frozenset[str]:
         """Names of the fields that are padded, or given as values and offsets."""
         return frozenset((*(name for name, _ in self.pad), *self.varlen))
+
+    @property
+    def stored_fields(self) -> tuple[str, ...] | None:
+        """The fields asked for that datasets have; None for all."""
+        if self.fields is None or not self.tells_dataset:
+            return self.fields
+        return tuple(name for name in self.fields if name != DATASET)
+
+    @property
+    def tells_dataset(self) -> bool:
+        """True if a batch tells the dataset of each sample."""
+        mixed = self.mixture is not None and bool(self.mixture.members)
+        return mixed and self.fields is not None and DATASET in self.fields
+
+    @property
+    def whole_batches(self) -> int:
+        """Number of samples that are drawn together from one dataset of a mixture: a batch, or 1."""
+        return self.batch_size if self.mixture is not None and self.mixture.mix == "batch" else 1
 
     def place(self, view: View | None) -> tuple[int, int]:
         """Return rank and world size by which the samples of ``view`` are divided.
@@ -99,6 +121,7 @@ class Settings:
             "varlen": tuple(value["varlen"]),
             "crop": Crops.from_json(value["crop"]),
             "offsets": tuple((name, tuple(offsets)) for name, offsets in value["offsets"]),
+            "mixture": Mixture.from_json(value["mixture"]),
             "where": None if where is None else tuple((name, tuple(values)) for name, values in where),
         }
         return cls(**{**value, **tuples})
@@ -121,6 +144,8 @@ class EpochPlan:
     plan then reads those that are left, and ``samples`` counts these."""
     of: tuple[int, int] = (0, 0)
     """Number of samples of the epoch that is resumed with losses, and the position in its order at which to begin."""
+    ratio: Shares = ()
+    """The shares of the groups of a mixture."""
     follows: bool = False
     """True if the plan before is finished first; False if this plan replaces it."""
 
@@ -130,16 +155,28 @@ class EpochPlan:
             self.samples,
             settings.batch_size,
             *settings.place(self.view),
-            settings.drop_last,
+            settings.drop_last or settings.whole_batches > 1,
             self.position,
         )
 
-    def order(self, settings: Settings) -> EpochOrder:
-        """Return the order of the samples."""
+    def order(
+        self, settings: Settings, groups: Sequence[Group] = (), ends: Floats | None = None
+    ) -> EpochOrder | MixedOrder | WeightedOrder:
+        """Return the order of the samples, or of the draws from the groups of a mixture, or by weights with these
+        ``ends``."""
+        if ends is not None:
+            return WeightedOrder(
+                ends, self.samples, shuffle=settings.shuffle != "no", seed=settings.seed, epoch=self.epoch
+            )
         nbytes, together = 0, 1
         if self.view is not None:
             nbytes = self.view.schema.fixed_nbytes
             together = 1 if settings.crop is None else settings.crop.each(self.view.schema) or 1
+        if self.ratio:
+            return MixedOrder(
+                groups, self.ratio, self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch,
+                batch=settings.whole_batches, nbytes=nbytes,
+            )  # fmt: skip
         return EpochOrder(
             self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes,
             together=together,
@@ -171,13 +208,15 @@ class EpochPlan:
                 value["view"] |= {"dataset": view.dataset, "schema": view.schema.to_json()}
                 value["view"]["parts"] = _changes(view.parts, () if sent is None else sent.parts)
                 value["view"]["in_parts"] = view.in_parts
+                value["view"]["members"] = view.members
+                value["view"]["schemas"] = [schema.to_json() for schema in view.schemas]
         return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any], sent: View | None = None) -> Self:
         """Rebuild the plan that :meth:`to_json` described; ``sent`` is the view that was received before."""
         described = value.pop("view")
-        value = {**value, "lost": ranges.pairs(value["lost"]), "of": tuple(value["of"])}
+        value = {**value, "lost": ranges.pairs(value["lost"]), "of": tuple(value["of"]), "ratio": tuple(value["ratio"])}
         if described is None or "parts" not in described:
             return cls(**value, view=None if described is None else sent)
         schema, parts = Schema.from_json(described["schema"]), list[ShardFile]()
@@ -187,7 +226,10 @@ class EpochPlan:
                 parts += sent.parts[row[0] : row[1]]
             else:
                 parts.append(ShardFile(*row))
-        view = View(described["version"], described["dataset"], schema, tuple(parts), described["in_parts"])
+        view = View(
+            described["version"], described["dataset"], schema, tuple(parts), described["in_parts"],
+            tuple(described["members"]), tuple(map(Schema.from_json, described["schemas"])),
+        )  # fmt: skip
         return cls(**value, view=view)
 
 

@@ -14,6 +14,7 @@ from cachetool.core.docstrings import arguments_of
 from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_flag
 from cachetool.loaders.loader import BaseLoader, CacheOrPaths
+from cachetool.loaders.mixture import Weights
 from cachetool.loaders.padding import opened
 from cachetool.loaders.ranks import launched
 from cachetool.loaders.ring.slot import Batch
@@ -58,7 +59,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     def __init__(
         self,
-        cache_or_paths: CacheOrPaths,
+        cache_or_paths: CacheOrPaths | Weights,
         *,
         device: torch.device | str | int | None = None,
         agree: bool = False,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,6 +82,10 @@ class View:
     parts: tuple[ShardFile, ...]
     in_parts: bool = False
     """True if the cache draws one node's share of a source."""
+    members: tuple[int, ...] = ()
+    """Number of shard files of each dataset of a mixture, one dataset after another; empty for one dataset."""
+    schemas: tuple[Schema, ...] = ()
+    """The schemas of the datasets of a mixture. :attr:`schema` has the fields that all have."""
     starts: Int64s = field(init=False, repr=False, compare=False)
     """Number of the first sample of each shard file, then the number of all samples: int64, (parts + 1,)."""
 
@@ -114,6 +118,18 @@ class View:
     def samples(self) -> int:
         """Number of samples."""
         return int(self.starts[-1])
+
+    def schema_of(self, number: int) -> Schema:
+        """Return the schema of the shard file with this number."""
+        if not self.members:
+            return self.schema
+        return self.schemas[int(np.searchsorted(np.cumsum(self.members), number, side="right"))]
+
+    def only(self, numbers: Sequence[int]) -> View:
+        """Return the view of these shard files, by their numbers, ascending."""
+        edges = np.cumsum((0, *self.members))
+        members = tuple(np.diff(np.searchsorted(np.asarray(numbers, dtype=np.int64), edges)).tolist())
+        return replace(self, parts=tuple(self.parts[number] for number in numbers), members=members)
 
     def find(self, indices: Int64s) -> tuple[Int64s, Int64s]:
         """Return the number of the shard file of each sample, and its number within that file. Raises ``IndexError``

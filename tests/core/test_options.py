@@ -57,6 +57,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "min_epochs": (["--min-epochs", "2"], 2),
     "on_error": (["--on-error", "skip"], "skip"),
     "renew": (["--renew", "25%"], 0.25),
+    "share": (["--share", "30%"], 0.3),
     "part": (["--part", "1,2/4"], "1,2/4"),
     "parts": (["--parts", "8", "--part", "0/4"], 8),
     "listing": (["--listing", "/x"], "/x"),

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,13 @@ from cachetool.loaders.feed.cut import Cut
 from cachetool.loaders.feed.decoders import Decoders, Named
 from cachetool.loaders.feed.transform import Functions, Transform
 from cachetool.loaders.items import Items, Numbers
+from cachetool.loaders.mixture import DATASET, MixedOrder
 from cachetool.loaders.order import RUN_BYTES, EpochOrder
 from cachetool.loaders.padding import Layout
 from cachetool.loaders.read.gather import Empty, gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
+from cachetool.loaders.sample_weights import WEIGHT, WeightedOrder
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import ShardFile, View
 from cachetool.proc.lines import described
@@ -71,11 +73,11 @@ class Checks:
             self._checked = {id: values for id, values in self._checked.items() if id in parts}
             self._view = view
         computed = checksums(block)
-        rows = np.array([view.schema.names.index(name) for name in block.schema.names], dtype=np.int64)
         numbers, within = view.find(indices)
         for number in np.unique(numbers).tolist():
-            part, here = view.parts[number], np.flatnonzero(numbers == number)
-            expected = self._of(part, view)[np.ix_(rows, within[here])]
+            part, here, schema = view.parts[number], np.flatnonzero(numbers == number), view.schema_of(number)
+            rows = np.array([schema.names.index(name) for name in block.schema.names], dtype=np.int64)
+            expected = self._of(part, schema)[np.ix_(rows, within[here])]
             compare_checksums(computed[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
 
     def check_once(self, view: View, indices: Int64s, schema: Schema) -> None:
@@ -92,12 +94,12 @@ class Checks:
                 self.check(view, one, Block(schema, gather(view, one, self._places, schema)))
                 done[inside] = True
 
-    def _of(self, part: ShardFile, view: View) -> npt.NDArray[np.uint64]:
+    def _of(self, part: ShardFile, schema: Schema) -> npt.NDArray[np.uint64]:
         expected = self._checksums.get(part.id)
         if expected is None:
             side = part.extents.parent
-            stored = check_content(side, view.schema, part.content, links=part.links) if part.content else None
-            expected = np.array(stored_checksums(side, view.schema, links=part.links) if stored is None else stored)
+            stored = check_content(side, schema, part.content, links=part.links) if part.content else None
+            expected = np.array(stored_checksums(side, schema, links=part.links) if stored is None else stored)
             if expected.shape[1] != part.samples:
                 raise CorruptError(f"{side} has checksums of {expected.shape[1]} samples, not of {part.samples}")
             self._checksums[part.id] = expected
@@ -106,6 +108,13 @@ class Checks:
 
 def _file(part: ShardFile) -> Path:
     return part.folder / (part.file or f"data{get_format(part.format).suffix}")
+
+
+def extra_fields(settings: Settings) -> tuple[Field, ...]:
+    """Return the fields that tell how samples were drawn, which stand behind all others."""
+    weighted = settings.mixture is not None and settings.mixture.sample_weights
+    dataset = [Field(DATASET, "<i8")] if settings.tells_dataset else []
+    return (*dataset, *([Field(WEIGHT, "<f4")] if weighted else []))
 
 
 # Samples whose order is computed at once: arrays of this size stay in the processor's L2 cache.
@@ -224,13 +233,15 @@ class Maker:
     def __init__(self, settings: Settings, sink: Sink, places: MappedParts, functions: Functions) -> None:
         self._settings, self._sink, self._places = settings, sink, places
         self._transform = None if functions.transform is None else Transform(functions.transform, settings)
-        self._items = Items(settings)
+        self._items = Items(settings, functions.weights)
+        self._extra = extra_fields(settings)
         cuts = settings.crop is not None or settings.offsets
         self._cut = Cut(settings, functions.corner) if cuts else None
         self._checks = Checks(places) if settings.verify else None
         self._decoders = Decoders(settings.decode, seed=settings.seed) if settings.decode else None
         laid_out = settings.pad or settings.varlen
         self._layout = Layout(settings.pad, settings.varlen, sink.values) if laid_out else None
+        self._with_extra: tuple[Schema, Schema] | None = None
         self._view_schema: Schema | None = None
         self._fields: Schema | None = None
 
@@ -242,8 +253,36 @@ class Maker:
         known = self._view_schema
         if self._fields is None or known is None or view.schema != known or not same_notes(view.schema, known):
             self._view_schema = view.schema
-            self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
+            fields = self._settings.stored_fields
+            self._fields = view.schema if fields is None else view.schema.select(fields)
         return self._fields
+
+    def _told(self, schema: Schema) -> Schema:
+        """Return the fields of a batch with those that tell how samples were drawn: the same object for the same
+        ``schema`` object."""
+        if not self._extra:
+            return schema
+        if self._with_extra is None or self._with_extra[0] is not schema:
+            self._with_extra = schema, Schema((*schema, *self._extra))
+        return self._with_extra[1]
+
+    def _told_of(self, view: View, codes: Int64s) -> dict[str, npt.NDArray[Any]]:
+        """Return the values of the fields that tell how items were drawn, (k,)."""
+        told: dict[str, npt.NDArray[Any]] = {}
+        if not self._extra:
+            return told
+        numbers = self._items.of(view)
+        samples = numbers.samples(codes)
+        for field in self._extra:
+            if field.name == DATASET:
+                edges = view.starts[np.cumsum(view.members)]
+                told[DATASET] = np.searchsorted(edges, samples, side="right").astype(np.int64)
+            else:
+                assert numbers.weights is not None
+                assert numbers.ends is not None
+                mean = numbers.ends[-1] / numbers.total
+                told[WEIGHT] = (mean / numbers.weights[samples]).astype(np.float32)
+        return told
 
     def make(
         self, plan: EpochPlan, view: View, *, number: int = 0, feeders: int = 1, over: Callable[[], bool]
@@ -285,12 +324,17 @@ class Maker:
                     if cut is not None and self._checks is not None:
                         self._checks.check_once(view, cut.samples(at), stored)
                     if direct:
-                        self._sink.begin(given if layout is None else layout.begin(schema, numbers.samples(at)))
+                        begun = given if layout is None else layout.begin(schema, numbers.samples(at))
+                        self._sink.begin(self._told(begun))
                         columns = next(gathered)
                         if layout is not None:
                             columns = layout.complete(columns)
                         elif decoders is not None:
                             columns = self._decoded(plan, view, at, columns, empty=self._sink.values)
+                        for field, values in zip(self._extra, self._told_of(view, at).values(), strict=True):
+                            told = self._sink.values(field, values.shape)
+                            told[...] = values
+                            columns = {**columns, field.name: told}
                     else:
                         columns = self._handed(plan, view, at, Block(schema, next(gathered)))
                     self._sink.commit(plan.generation, step, columns)
@@ -309,6 +353,8 @@ class Maker:
         if self._checks is not None and self._cut is None:
             # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
+        if self._extra:
+            block = Block(self._told(block.schema), {**block.columns, **self._told_of(view, indices)})
         if self._transform is not None:
             block = self._transformed(self._transform, plan, view, indices, block)
         else:
@@ -334,7 +380,8 @@ class Maker:
         # called with no samples; one sample of another rank shows which fields it returns.
         if (nothing := transform.nothing()) is None:
             other = self._items.of(view).codes(np.zeros(1, dtype=np.int64))
-            one = Block(block.schema, self._gathered(view, other, block.schema))
+            stored = Schema(tuple(field for field in block.schema if field not in self._extra))
+            one = Block(block.schema, {**self._gathered(view, other, stored), **self._told_of(view, other)})
             one = self._unpacked(plan, view, other, one)
             nothing = transform(one, epoch=plan.epoch, indices=other, samples=self._items.of(view).samples(other)).take(
                 []
@@ -387,8 +434,11 @@ class Maker:
         return name
 
 
+_Order: TypeAlias = EpochOrder | MixedOrder | WeightedOrder | Int64s
+
+
 def _codes_of_steps(
-    plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, items: Numbers
+    plan: EpochPlan, settings: Settings, order: _Order, steps: Int64s, items: Numbers
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
     """Yield some of these steps at a time, and the codes of the items of each step."""
     cut = plan.steps(settings)
@@ -437,7 +487,7 @@ def announced(
     """
     view = plan.view
     assert view is not None
-    order: EpochOrder | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
+    order = plan.left(settings)[1] if plan.lost else plan.order(settings, numbers.groups, numbers.ends)
     chunks = _codes_of_steps(plan, settings, order, steps, numbers)
     chosen = numbers.chosen
     if not len(steps):

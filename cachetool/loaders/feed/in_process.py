@@ -25,7 +25,7 @@ from cachetool.core.block import Column
 from cachetool.core.errors import CacheToolError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.batches import Maker
-from cachetool.loaders.feed.protocol import EpochTimes
+from cachetool.loaders.feed.protocol import EpochTimes, Ratios
 from cachetool.loaders.feed.transform import Functions
 from cachetool.loaders.read.gather import new_array
 from cachetool.loaders.read.mapped import MappedParts
@@ -60,10 +60,10 @@ class InProcess:
         self._batches: Iterator[object] = iter(())
         self._making = False
 
-    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._pace = EpochTimes()
-        plan = self._waited(lambda: self._snapshots.begin(epoch, resume))
+        plan = self._waited(lambda: self._snapshots.begin(epoch, resume, ratios))
         assert plan.view is not None
         self._places.keep(plan.view)
         self._batches = self._maker.make(plan, plan.view, over=lambda: False)
@@ -73,9 +73,9 @@ class InProcess:
         self._pace.begun()
         return Begun.of(plan, self._settings)
 
-    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        plan = self._waited(lambda: self._snapshots.prepare(epoch, resume))
+        plan = self._waited(lambda: self._snapshots.prepare(epoch, resume, ratios))
         return Begun.of(plan, self._settings)
 
     def refresh(self) -> None:

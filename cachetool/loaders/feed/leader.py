@@ -140,9 +140,9 @@ class Leader:
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         match asked["do"]:
             case "begin":
-                plan = self._snapshots.begin(asked["epoch"], asked["resume"])
+                plan = self._snapshots.begin(asked["epoch"], asked["resume"], asked["ratios"])
             case "prepare":
-                plan = self._snapshots.prepare(asked["epoch"], asked["resume"])
+                plan = self._snapshots.prepare(asked["epoch"], asked["resume"], asked["ratios"])
             case "delivered":
                 generation = asked["generation"]
                 self._snapshots.half_delivered(generation)

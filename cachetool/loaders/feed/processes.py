@@ -26,7 +26,7 @@ from typing import Any
 from cachetool.cache.layout import cache_option
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Schema
-from cachetool.loaders.feed.protocol import EpochTimes
+from cachetool.loaders.feed.protocol import EpochTimes, Ratios
 from cachetool.loaders.ring.memory import supported
 from cachetool.loaders.ring.ring import Lock, Ring
 from cachetool.loaders.ring.slot import Batch, SlotReader
@@ -133,19 +133,19 @@ class Processes:
         }
         self._write(hello, functions)
 
-    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._pace = EpochTimes()
-        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume))
+        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, ratios=ratios))
         # A new epoch begins with unlocked memory; the consumer that copies to a device asks for the
         # lock.
         self.lock_pages(None)
         self._pace.begun()
         return begun
 
-    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        return Begun.from_json(self._ask("prepare", epoch=epoch, resume=resume))
+        return Begun.from_json(self._ask("prepare", epoch=epoch, resume=resume, ratios=ratios))
 
     def refresh(self) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""

@@ -10,14 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from cachetool.cache.history import Delivered
+from cachetool.loaders.mixture import Shares
 from cachetool.loaders.ring.ring import Lock
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun
 
-__all__ = ["Feed", "EpochTimes"]
+__all__ = ["Feed", "EpochTimes", "Ratios"]
+
+Ratios: TypeAlias = tuple[Shares, Shares]
+"""The shares of the datasets of a mixture in an epoch and in the next one; empty without a mixture."""
 
 
 class Feed(Protocol):
@@ -33,14 +37,14 @@ class Feed(Protocol):
     Batches may have been taken that were not counted, so no other epoch may begin.
     """
 
-    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """Start an epoch on the snapshot that was taken for it, otherwise on the newest, or resume one.
 
         Wait until there are enough samples.
         """
         ...
 
-    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """Take the snapshot of an epoch now, and return the epoch that :meth:`begin` will start.
 
         Return the current epoch if it has this number and nothing is resumed.

@@ -21,6 +21,7 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import KEY, Field, Schema, storage_dtype
 from cachetool.loaders.crop import Corner
 from cachetool.loaders.order import Int64s
+from cachetool.loaders.sample_weights import SampleWeights
 from cachetool.loaders.settings import Settings
 from cachetool.proc.lines import TransformError
 
@@ -34,6 +35,8 @@ class Functions(NamedTuple):
 
     transform: Function | None = None
     corner: Corner | None = None
+    weights: SampleWeights | None = None
+    """The weights of single samples: no function, but too many to be among the settings."""
 
 
 def dumps(functions: Functions) -> bytes:

@@ -236,8 +236,8 @@ class Parts:
         groups: Located = []
         chosen = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
         for to in chosen:
-            part = view.parts[int(numbers[to[0]])]
-            located = self.get(part, view.schema).locate(within[to], schema)
+            number = int(numbers[to[0]])
+            located = self.get(view.parts[number], view.schema_of(number)).locate(within[to], schema)
             # Positions would keep the maps of all these shards alive, more of them than may be
             # open.
             if len(chosen) > self.limit:

@@ -240,14 +240,14 @@ class MappedParts:
         if present is None or schema is None or present.schema != view.schema:
             return
         with contextlib.suppress(CacheToolError, OSError):
-            for part in view.parts:
+            for number, part in enumerate(view.parts):
                 if part.id in self._open:
                     continue
                 # For each part, so that the other thread never waits for more than one.
                 with self._opening:
                     if self._schema is not schema or self._arena is None or self._arena.spent:
                         return
-                    opened = self._opened(part, view.schema, schema, self._arena)
+                    opened = self._opened(part, view.schema_of(number), schema, self._arena)
                     # No map is left until old parts are closed; this part shall get one then.
                     if opened is not None and opened.way == _READ and self._maps:
                         self._open.pop(part.id).close(self._arena)
@@ -465,7 +465,7 @@ class MappedParts:
             # Most parts of a view are open already; a call for each would take half of the time of a switch.
             number: have
             if (have := self._open.get(view.parts[number].id)) is not None and have.schema is schema
-            else self._opened(view.parts[number], view.schema, schema, arena)
+            else self._opened(view.parts[number], view.schema_of(number), schema, arena)
             for number in at
         }
         ways = [_BY_LIBRARY if part is None else part.way for part in opened.values()]
@@ -485,14 +485,14 @@ class MappedParts:
         # Last, because a part counts as open only when its positions are in the tables.
         self._ways[np.fromiter(opened, np.intp, len(opened))] = ways
 
-    def _opened(self, part: ShardFile, view_schema: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
+    def _opened(self, part: ShardFile, stored: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
         """Return the part with the positions of these fields; None when it has no extents."""
         opened = self._open.get(part.id)
         if opened is not None and opened.schema == schema:
             return opened
         with evicted_errors(part):
             try:
-                extents, at = _extents(part, view_schema, arena)
+                extents, at = _extents(part, stored, arena)
             except FileNotFoundError:
                 # Read by its library if it never had extents. If they are missing although they
                 # were there a moment ago, the part is being evicted, and that must be said.

@@ -29,13 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
 from cachetool.core.errors import CacheToolError, CapacityError, UsageError
 from cachetool.core.text import shown
 from cachetool.loaders.items import Items
+from cachetool.loaders.mixture import Shares, drawn
 from cachetool.loaders.settings import EpochPlan, Settings, rows, where_dict
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
+from cachetool.loaders.snapshots.mixed import MixedSubscription
 from cachetool.loaders.snapshots.resume import Resume, resumed
 from cachetool.loaders.snapshots.waiting import NotYet, failed_pull, is_pulled, no_dataset, no_samples, require, say
 from cachetool.loaders.view import View
@@ -50,6 +54,8 @@ class _EpochSnapshot:
     parts: Sequence[Sequence[Any]]
     """All parts of the epoch as rows, those that it lost too."""
     resume: Resume | None
+    ratio: Shares = ()
+    """The shares of the datasets of a mixture that were asked for."""
 
 
 class EpochSnapshots:
@@ -82,17 +88,26 @@ class EpochSnapshots:
         """The time at which what is leased is given up; None while an epoch is read."""
         self._begun: _EpochSnapshot | None = None
         """The epoch begun last. Its lease may have ended."""
+        self._reads: Sequence[float] = ()
+        """Fraction of each dataset of a mixture that the last epoch read; of its samples as many are renewed."""
+        self._following: Shares = ()
+        """The shares of a mixture for the epoch after the one begun last."""
         self._over: list[tuple[_EpochSnapshot, Delivered | None]] = []
         """Epochs that ended, and their times; None for an epoch that does not count here: broken off, or counted by
         another rank."""
 
-    def begin(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
+    def begin(
+        self, epoch: int, left_over: Mapping[str, Any] | None = None, ratios: Sequence[Sequence[int]] = ((), ())
+    ) -> EpochPlan:
         """Start an epoch on the snapshot taken for it, otherwise on the newest, or on what is left of an earlier one.
+
+        ``ratios``: the shares of the datasets of a mixture in this epoch and in the next one.
 
         Raises :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
         resume = Resume.of(left_over)
-        if self._fits(epoch, resume):
+        ratio, self._following = map(tuple, ratios)
+        if self._fits(epoch, resume, ratio):
             # The epoch before was broken off: its other batches need not be made.
             if self._reading is not None:
                 self._cut()
@@ -108,7 +123,7 @@ class EpochSnapshots:
             # long as any of them has it, and would get the old one again.
             self._drop_reading()
             self.finish_epochs()
-            ahead = self._take(epoch, resume, lease)
+            ahead = self._take(epoch, resume, lease, ratio=ratio)
             self._publish(ahead.plan)
         self._drop_reading()
         self._reading = self._begun = ahead
@@ -118,7 +133,9 @@ class EpochSnapshots:
         self._awaited = set() if self._settings.split == "validation" else {"made", "half"}
         return ahead.plan
 
-    def prepare(self, epoch: int, left_over: Mapping[str, Any] | None = None) -> EpochPlan:
+    def prepare(
+        self, epoch: int, left_over: Mapping[str, Any] | None = None, ratios: Sequence[Sequence[int]] = ((), ())
+    ) -> EpochPlan:
         """Return the plan that :meth:`begin` will start, or the current plan if it is of this epoch and nothing is
         resumed.
 
@@ -127,9 +144,10 @@ class EpochSnapshots:
         resume = Resume.of(left_over)
         if self._reading is not None and self._reading.plan.epoch == epoch and resume is None:
             return self._reading.plan
-        if not self._fits(epoch, resume):
+        ratio = tuple(ratios[0])
+        if not self._fits(epoch, resume, ratio):
             self._drop_ahead()
-            self._take_ahead(epoch, resume, follows=False)
+            self._take_ahead(epoch, resume, ratio=ratio, follows=False)
             self._until = time.monotonic() + self._settings.hold
         assert self._ahead is not None
         return self._ahead.plan
@@ -159,7 +177,7 @@ class EpochSnapshots:
         if reading is None or reading.plan.generation != generation:
             return
         # With split= or where= an epoch reads fewer samples than its snapshot has.
-        if self._items.chooses or self._settings.crop is not None:
+        if self._items.chooses or self._settings.crop is not None or self._settings.mixture is not None:
             pace = pace._replace(samples=reading.plan.samples)
         # Ranks agreed on fewer steps, so the batches that are left would only fill slots.
         if pace.batches < reading.plan.steps(self._settings).count:
@@ -193,7 +211,8 @@ class EpochSnapshots:
             raise UsageError("this epoch has no state any more, because another epoch began")
         plan, parts = snapshot.plan, snapshot.parts
         if not plan.lost:
-            return Resume(reached, plan.samples, parts)._asdict()
+            members = [] if plan.view is None else list(plan.view.members)
+            return Resume(reached, plan.samples, parts, members, list(plan.ratio))._asdict()
         # Positions are those of the first plan: an epoch may be resumed several times, and lose
         # shards each time.
         positions, _ = plan.left(self._settings)
@@ -249,16 +268,20 @@ class EpochSnapshots:
             return
         # The error comes again when that epoch begins, where somebody hears of it.
         with contextlib.suppress(Exception):
-            self._take_ahead(following, follows=True)
+            self._take_ahead(following, ratio=self._following, follows=True)
 
-    def _fits(self, epoch: int, resume: Resume | None) -> bool:
+    def _fits(self, epoch: int, resume: Resume | None, ratio: Shares) -> bool:
         """Return True if the snapshot ahead was taken for this epoch."""
-        return self._ahead is not None and self._ahead.plan.epoch == epoch and self._ahead.resume == resume
+        ahead = self._ahead
+        if ahead is None or ahead.plan.epoch != epoch or ahead.resume != resume:
+            return False
+        # A resumed epoch has the shares that it began with.
+        return resume is not None or ahead.ratio == ratio
 
-    def _take_ahead(self, epoch: int, resume: Resume | None = None, *, follows: bool) -> None:
+    def _take_ahead(self, epoch: int, resume: Resume | None = None, *, ratio: Shares, follows: bool) -> None:
         """Take the snapshot ahead. ``follows`` is true while feeders may still be making the current epoch."""
         began = time.monotonic()
-        snapshot = self._take(epoch, resume)
+        snapshot = self._take(epoch, resume, ratio=ratio)
         self._ahead = replace(snapshot, plan=replace(snapshot.plan, follows=follows))
         self._publish(self._ahead.plan)
         self.seconds = time.monotonic() - began
@@ -273,7 +296,9 @@ class EpochSnapshots:
         self._generation += 1
         return self._generation
 
-    def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _EpochSnapshot:
+    def _take(
+        self, epoch: int, resume: Resume | None, lease: Subscription | None = None, *, ratio: Shares
+    ) -> _EpochSnapshot:
         """Take a snapshot for an epoch. ``lease`` is one of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
@@ -284,32 +309,34 @@ class EpochSnapshots:
                 # A snapshot for resuming evicts nothing for a pull: the shards that would be evicted
                 # may be those that it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
-                plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
+                plan = resumed(
+                    self._next(), epoch, view, resume, settings=self._settings,
+                    count=lambda view: self._count(view, tuple(resume.ratio)),
+                )  # fmt: skip
                 return _EpochSnapshot(plan, lease, resume.parts, resume)
             # Nothing changed since there were too few samples, so looking again would give the
             # same.
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
-            view, samples = self._enough(lease, epoch)
+            view, samples = self._enough(lease, epoch, ratio)
             self._short = None
-            return _EpochSnapshot(EpochPlan(self._next(), epoch, view, samples), lease, self._rows, None)
+            plan = EpochPlan(self._next(), epoch, view, samples, ratio=ratio or self._items.of(view).ratio)
+            return _EpochSnapshot(plan, lease, self._rows, None, ratio)
         except BaseException:
             self._done_with(lease, unread=True)
             raise
 
-    def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
+    def _enough(self, lease: Subscription, epoch: int, ratio: Shares) -> tuple[View, int]:
         """Return the newest view and its number of samples.
 
         A view that leaves the newest shards for the next epoch is used only if it has enough samples.
         """
-        view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True))
+        view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True, reads=self._reads))
         if lease.spared:
             with contextlib.suppress(NotYet):
-                self._require(view, samples := self._count(view))
-                return view, samples
-            view = self._same(lease.newest(epoch=epoch, anew=True))
-        self._require(view, samples := self._count(view))
-        return view, samples
+                return view, self._required(view, ratio)
+            view = self._same(lease.newest(epoch=epoch, anew=True, reads=self._reads))
+        return view, self._required(view, ratio)
 
     def _same(self, view: View) -> View:
         """Return the same object as long as the view does not change, because feeders then have its shards open
@@ -319,7 +346,8 @@ class EpochSnapshots:
         self._view, self._rows = view, rows(view.parts)
         return view
 
-    def _count(self, view: View) -> int:
+    def _count(self, view: View, ratio: Shares) -> int:
+        """Return the number of samples that an epoch reads."""
         numbers = self._items.of(view)
         if numbers.alone and not self._told and self._settings.rank == 0:
             self._told = True
@@ -328,7 +356,34 @@ class EpochSnapshots:
                 f"offsets= leaves out {numbers.alone} of {numbers.alone + kept} samples, because the cache lacks a"
                 " neighbour of each; pull with --runs to draw neighbours together"
             )
-        return numbers.total
+        mixture = self._settings.mixture
+        if mixture is None:
+            return numbers.total
+        if mixture.sample_weights:
+            return mixture.epoch_samples or numbers.total
+        ratio = ratio or numbers.ratio
+        items = list(map(len, numbers.groups))
+        for number, (share, count) in enumerate(zip(ratio, items, strict=True)):
+            if share and not count:
+                member = mixture.members[number]
+                short = NotYet(f"no samples of dataset {shown(member.name)} in {member.root}")
+                self._short = view, short
+                raise short
+        draws = mixture.length(ratio, items) if ratio else 0
+        if mixture.members and ratio:
+            self._reads = tuple((drawn(ratio, draws) / np.maximum(items, 1)).tolist())
+        return draws - draws % self._settings.whole_batches
+
+    def _required(self, view: View, ratio: Shares) -> int:
+        """Return the number of samples that an epoch reads. Raises :class:`NotYet` if the cache has too few."""
+        samples = self._count(view, ratio)
+        # The samples of a mixture may be drawn again and again, so those that are there are counted.
+        self._require(view, samples if self._settings.mixture is None else self._items.of(view).total)
+        if samples == 0 and self._settings.mixture is not None:
+            raise UsageError(
+                "an epoch of this mixture has no complete batch; use a larger epoch_samples=, or a smaller batch_size="
+            )
+        return samples
 
     def _require(self, view: View, samples: int) -> None:
         try:
@@ -357,9 +412,24 @@ class EpochSnapshots:
             )
 
     def _open(self) -> Subscription:
-        root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
+        settings = self._settings
+        if settings.mixture is None or not settings.mixture.members:
+            return self._opened(settings.root, settings.dataset, settings.paths)
+        members: list[Subscription] = []
+        try:
+            for one in settings.mixture.members:
+                members.append(self._opened(one.root, one.dataset, one.paths))
+        except BaseException:
+            for member in members:
+                member.close()
+            raise
+        fields = settings.stored_fields
+        asked = None if fields is None else [*fields, *(name for name, _ in settings.where or ())]
+        return MixedSubscription(members, settings.mixture, asked)
+
+    def _opened(self, root: str, dataset: str | None, paths: Sequence[str]) -> Subscription:
         # Files have one view for ever and no lease, so all epochs share a subscription.
-        if paths and self._newest is not None:
+        if paths and self._newest is not None and not isinstance(self._newest, MixedSubscription):
             return self._newest
         if not paths:
             with open_cache(root, create=False) as cache:

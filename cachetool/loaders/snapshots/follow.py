@@ -27,8 +27,9 @@ class Subscription(Protocol):
     """A source of views for a loader."""
 
     def newest(
-        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False,
+        reads: Sequence[float] = (),
+    ) -> View:  # fmt: skip
         """Lease the newest view and return it, and end the lease of the view before.
 
         Args:
@@ -38,6 +39,7 @@ class Subscription(Protocol):
             sparing: True if the newest shards may be left for the next epoch, which would otherwise have nothing new.
             anew: True if the view before was not read. Its lease then ends in the same transaction, so that it does
                 not count as a view that a process holds.
+            reads: Fraction of each dataset of a mixture that an epoch reads. Default: all of it.
         """
         ...
 
@@ -129,12 +131,14 @@ class CacheSubscription:
         return self._cache
 
     def newest(
-        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False,
+        reads: Sequence[float] = (),
+    ) -> View:  # fmt: skip
         """Lease the current version, or the one that another process of the run leases for ``epoch``."""
         after = self._open().snapshot(
             dataset=self.dataset, run=None if epoch is None else self.run, epoch=epoch, peek=peek,
-            sparing=sparing, instead=self._snapshot if anew else None, known=self._newest_seen,
+            sparing=sparing, reads=reads[0] if reads else 1.0, instead=self._snapshot if anew else None,
+            known=self._newest_seen,
         )  # fmt: skip
         self._have(after)
         # The same view for the same shards: listing 780 shards takes longer than the rest of a

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cachetool.cache import CacheDir
@@ -40,8 +40,9 @@ class FileSubscription:
         self._view = View(1, "", schema, parts)
 
     def newest(
-        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False,
+        reads: Sequence[float] = (),
+    ) -> View:  # fmt: skip
         """Return the view."""
         return self._view
 
@@ -92,6 +93,11 @@ def located(
     """
     if isinstance(cache_or_paths, CacheDir):
         return cache_or_paths.root, ()
+    if isinstance(cache_or_paths, Mapping):
+        raise UsageError(
+            "a mixture of datasets needs cachetool.loaders.numpy.Loader or cachetool.loaders.torch.Loader; give one"
+            " cache or folder here"
+        )
     if isinstance(cache_or_paths, str | Path):
         path = place_of(root_of(cache_or_paths))
         if not is_shards(path):

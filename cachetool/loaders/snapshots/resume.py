@@ -46,6 +46,10 @@ class Resume(NamedTuple):
     samples: int
     parts: Sequence[Sequence[Any]]
     """Rows as :func:`~cachetool.loaders.settings.rows` returns them."""
+    members: Sequence[int] = ()
+    """Number of the parts of each dataset of a mixture."""
+    ratio: Sequence[int] = ()
+    """The shares of the groups of a mixture."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Resume | None:
@@ -128,7 +132,8 @@ def is_resume(value: object) -> bool:
     if resume is None:
         return True
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
-    return inside and are_rows(resume.parts)
+    numbers = all(isinstance(value, list | tuple) and all(map(is_count, value)) for value in resume[3:])
+    return inside and are_rows(resume.parts) and numbers
 
 
 SAVED: dict[str, Callable[[Any], bool]] = {
@@ -152,20 +157,27 @@ def taken(state: Mapping[str, Any]) -> int:
 def _left(view: View, resume: Resume) -> tuple[View, Ranges]:
     """Return the part of ``view`` that belongs to an earlier snapshot, in its order, and the ranges of indices that are
     lost."""
-    by_id = {part.id: part for part in view.parts}
-    by_content = {(part.content, part.samples): part for part in view.parts if part.content}
     parts: list[ShardFile] = []
     lost: list[Range] = []
-    start = 0
-    for id, _, samples, content, *_ in resume.parts:
-        # A shard that was converted since has another id, but the same content.
-        part = by_id.get(id) or by_content.get((content, samples))
-        if part is None:
-            lost.append((start, start + samples))
-        else:
-            parts.append(part)
-        start += samples
-    return replace(view, parts=tuple(parts)), tuple(lost)
+    members: list[int] = []
+    start = at = first = 0
+    # Datasets of a mixture may hold the same content, so each is looked at by itself.
+    for count, here in zip(resume.members or (len(resume.parts),), view.members or (len(view.parts),), strict=False):
+        own, first = view.parts[first : first + here], first + here
+        by_id = {part.id: part for part in own}
+        by_content = {(part.content, part.samples): part for part in own if part.content}
+        before = len(parts)
+        for id, _, samples, content, *_ in resume.parts[at : at + count]:
+            # A shard that was converted since has another id, but the same content.
+            part = by_id.get(id) or by_content.get((content, samples))
+            if part is None:
+                lost.append((start, start + samples))
+            else:
+                parts.append(part)
+            start += samples
+        at += count
+        members.append(len(parts) - before)
+    return replace(view, parts=tuple(parts), members=tuple(members) if view.members else ()), tuple(lost)
 
 
 def _evicted(resume: Resume, lost: Ranges, way_out: str) -> UsageError:
@@ -203,13 +215,17 @@ def resumed(
     ``missing="skip"`` continues without them.
     """
     view, lost = _left(view, resume)
+    ratio = tuple(resume.ratio)
     if not lost:
-        return EpochPlan(generation, epoch, view, count(view), resume.position)
+        return EpochPlan(generation, epoch, view, count(view), resume.position, ratio=ratio)
     crops = 1 if settings.crop is None else settings.crop.each(view.schema)
     chooses = (
         "split=" if settings.split is not None
         else "where=" if settings.where is not None
         else "offsets=" if settings.offsets
+        else "balance=" if settings.mixture is not None and settings.mixture.balance is not None
+        else "sample_weights=" if settings.mixture is not None and settings.mixture.sample_weights
+        else "a mixture" if settings.mixture is not None
         else "crops='grid' over samples of different shapes" if crops is None
         else None
     )  # fmt: skip

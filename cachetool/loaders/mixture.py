@@ -1,0 +1,377 @@
+"""Mixtures: the order of an epoch that draws from several groups of samples in a ratio.
+
+A group is a dataset, or all samples with one label. Each has an order of its own, which continues from epoch to epoch
+and begins again only when all its samples were drawn::
+
+    position of the epoch --- the ratio ---> group, number of its draw --- the group's order ---> sample
+
+Positions are divided by a table of one period: 3 : 1 has a period of four draws, ``A A B A``. So the draws of any
+stretch of the order are in the ratio, up to about one draw for each group. Within short windows positions are shuffled,
+because groups that follow each other in a fixed cycle would be batches of always the same groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import is_one_of
+from cachetool.loaders.crop import uniforms
+from cachetool.loaders.order import EpochOrder, Int64s, Shuffle
+
+__all__ = [
+    "DATASET",
+    "Group",
+    "Member",
+    "MixedOrder",
+    "Mixture",
+    "Shares",
+    "Weights",
+    "drawn",
+    "length_of",
+    "parse_mixture",
+    "parse_weights",
+    "shares",
+]
+
+DATASET = "__dataset__"
+"""Name of the field that tells which dataset of a mixture a sample is of: its number, in the order of the mixture."""
+Shares = tuple[int, ...]
+"""Draws of each group in one period; 0 for a group that takes no part."""
+Group = Int64s | range
+"""The numbers of the items of a group."""
+
+Weights = Mapping[Any, float]
+"""A weight for each dataset, by the name that the loader was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A dataset of a mixture."""
+
+    name: str
+    """The name for messages and states."""
+    root: str
+    """Folder of the cache, or the first of the paths."""
+    dataset: str | None = None
+    paths: tuple[str, ...] = ()
+    """Paths of shards outside of any cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The groups from which an epoch draws, and its length."""
+
+    members: tuple[Member, ...] = ()
+    """The datasets; empty if the groups are those of :attr:`balance`."""
+    mix: str = "sample"
+    """``sample`` or ``batch``: what comes from one dataset."""
+    epoch_samples: int | None = None
+    epoch_of: int | None = None
+    """Number of the member that is read once in an epoch."""
+    balance: str | None = None
+    """Field whose values make the groups."""
+    weights_by: tuple[tuple[int | str, float], ...] = ()
+    """The weights of some values; other values have the weight 1."""
+    sample_weights: str = ""
+    """Digest of the weights of single samples, which are drawn by these."""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any] | None) -> Mixture | None:
+        """Rebuild the value that ``dataclasses.asdict`` described."""
+        if value is None:
+            return None
+        members = tuple(Member(**{**member, "paths": tuple(member["paths"])}) for member in value["members"])
+        return cls(**{**value, "members": members, "weights_by": tuple(map(tuple, value["weights_by"]))})
+
+    def weight_of(self, value: int | str) -> float:
+        """Return the weight of a value of the field :attr:`balance`."""
+        return dict(self.weights_by).get(value, 1.0)
+
+    def length(self, ratio: Shares, items: Sequence[int]) -> int:
+        """Return the number of draws of an epoch whose groups have so many ``items``."""
+        if self.epoch_samples is not None:
+            return self.epoch_samples
+        return sum(items) if self.epoch_of is None else length_of(ratio, self.epoch_of, items[self.epoch_of])
+
+    def state(self) -> str:
+        """Return the part that decides the order, as text for states."""
+        values = {
+            "datasets": [member.name for member in self.members],
+            "mix": self.mix,
+            "epoch_samples": self.epoch_samples,
+            "epoch_of": self.epoch_of,
+            "balance": self.balance,
+            "weights_by": list(self.weights_by),
+            "sample_weights": self.sample_weights,
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
+
+
+_PERIOD = 2**20
+"""Most draws of a period. Weights are rounded to it: an error of a millionth."""
+_WINDOW = 16
+"""Least positions that are shuffled together. A ratio within 1 % over each 1,000 draws allows no more than this."""
+_DENOMINATOR = 10**6
+
+
+def shares(weights: Sequence[float]) -> Shares:
+    """Return whole numbers in the ratio of these weights, the smallest ones: 0.75 and 0.25 give 3 and 1.
+
+    The weights are finite, 0 or more, and not all 0.
+    """
+    exact = [Fraction(weight) if isinstance(weight, int) else _near(weight) for weight in weights]
+    common = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * common) for one in exact]
+    # Not rounded if the ratio is one of small numbers.
+    divisor = math.gcd(*whole)
+    whole = [one // divisor for one in whole]
+    if (total := sum(whole)) > _PERIOD:
+        whole = [max(1, round(one * _PERIOD / total)) if one else 0 for one in whole]
+    return tuple(whole)
+
+
+def _near(weight: float) -> Fraction:
+    """Return the fraction that a decimal number such as 0.1 stands for, and not that of its binary form."""
+    return Fraction(weight).limit_denominator(_DENOMINATOR) or Fraction(weight)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(ratio: Shares) -> tuple[Int64s, Int64s]:
+    """Return group and number of the draw within the group for each draw of a period, both (period,)."""
+    counts = np.array(ratio, dtype=np.int64)
+    groups = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    draws = np.arange(len(groups)) - np.repeat(ends - counts, counts)
+    # Draw j of a group stands where an even distribution puts it. Stable, so that equal groups come in their order.
+    at = np.argsort((draws + 0.5) / counts[groups], kind="stable")
+    return groups[at], draws[at]
+
+
+def drawn(ratio: Shares, draws: int) -> Int64s:
+    """Return how many of the first ``draws`` draws each group has, (groups,)."""
+    table = _table(ratio)[0]
+    periods, more = divmod(draws, len(table))
+    counts: Int64s = periods * np.array(ratio, dtype=np.int64) + np.bincount(table[:more], minlength=len(ratio))
+    return counts
+
+
+def length_of(ratio: Shares, group: int, items: int) -> int:
+    """Return the least number of draws of which ``group`` has ``items``. The group takes part."""
+    if items == 0:
+        return 0
+    table = _table(ratio)[0]
+    periods, more = divmod(items - 1, ratio[group])
+    return periods * len(table) + int(np.flatnonzero(table == group)[more]) + 1
+
+
+def parse_weights(given: object, names: Sequence[Any], *, what: str) -> Shares:
+    """Return the weights of datasets as shares, in the order of ``names``.
+
+    Raises :class:`UsageError` for a name that is not among them, and for numbers that are no weights.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{what} is {shown(given)}, not a dict of datasets and their weights")
+    if missing := [name for name in names if name not in given]:
+        raise UsageError(f"{what} has no weight for {shown(missing[0])}; give one for each dataset, 0 to leave it out")
+    if others := [name for name in given if name not in names]:
+        raise UsageError(f"{what} names {shown(others[0])}; the datasets are {', '.join(map(str, names))}")
+    weights = [parse_weight(given[name], what=f"{what}: the weight of {shown(name)}") for name in names]
+    if not any(weights):
+        raise UsageError(f"{what} has only weights of 0; give at least one dataset a weight")
+    return shares(weights)
+
+
+def parse_weight(value: object, *, what: str) -> float:
+    """Return a weight: an int, or a float. Raises :class:`UsageError`."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"{what} is {shown(value)}; use a number of 0 or more")
+    return value
+
+
+def parse_mixture(
+    given: object,
+    *,
+    cache: object,
+    mix: object,
+    epoch_samples: int | None,
+    epoch_of: object,
+    balance: object,
+    weights_by: object,
+    sample_weights: str,
+    located: Callable[[Any, str | None], tuple[Path, tuple[Path, ...]]],
+) -> Mixture | None:
+    """Return these arguments of a loader in their one form; None if samples are not drawn in a ratio.
+
+    ``given`` is the first argument of the loader, a dict for a mixture. ``located`` finds a cache or plain files.
+    Raises :class:`UsageError`.
+    """
+    if not is_one_of(mix, ("sample", "batch")):
+        raise UsageError(f"mix={shown(mix)} cannot be used; it must be 'sample' or 'batch'")
+    if not isinstance(given, Mapping):
+        for name, value in {"cache": cache, "epoch_of": epoch_of}.items():
+            if value is not None:
+                raise UsageError(f"{name}={shown(value)} needs a mixture: a dict of datasets and their weights, first")
+        if mix != "sample":
+            raise UsageError("mix='batch' needs a mixture: a dict of datasets and their weights, first")
+        return _balanced(balance, weights_by, epoch_samples, sample_weights)
+    for name, value in {"balance": balance, "weights_by": weights_by, "sample_weights": sample_weights or None}.items():
+        if value is not None:
+            raise UsageError(f"{name}= and a mixture both choose how often a sample is drawn; leave one of them out")
+    if epoch_samples is not None and epoch_of is not None:
+        raise UsageError("epoch_samples= and epoch_of= both choose the length of an epoch; leave one of them out")
+    if not given:
+        raise UsageError("the mixture is empty; name datasets and their weights, such as {'sim': 3, 'obs': 1}")
+    names = list(given)
+    if epoch_of is not None and epoch_of not in names:
+        raise UsageError(f"epoch_of={shown(epoch_of)} is no dataset of the mixture, which has {_listed(names)}")
+    members = [_member(name, cache, located) for name in names]
+    for number, one in enumerate(members):
+        if any(
+            (one.root, one.dataset, one.paths) == (each.root, each.dataset, each.paths) for each in members[:number]
+        ):
+            raise UsageError(f"{shown(one.name)} is in the mixture twice; give it one weight")
+    return Mixture(tuple(members), str(mix), epoch_samples, None if epoch_of is None else names.index(epoch_of))
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(shown(name) for name in names)
+
+
+def _member(name: Any, cache: object, located: Callable[[Any, str | None], tuple[Path, tuple[Path, ...]]]) -> Member:
+    if cache is not None:
+        if not isinstance(name, str):
+            raise UsageError(f"{shown(name)} is no name of a dataset; with cache= a mixture names its datasets")
+        root, paths = located(cache, name)
+        return Member(name, str(root), name, tuple(map(str, paths)))
+    place, dataset = name if isinstance(name, tuple) and len(name) == 2 else (name, None)
+    if not isinstance(place, str | Path) or not isinstance(dataset, str | None):
+        raise UsageError(
+            f"{shown(name)} is no dataset of a mixture; use the name of a dataset with cache=, or a folder of a cache"
+            " or of files, or a pair of a folder and a dataset"
+        )
+    root, paths = located(place, dataset)
+    return Member(str(place) if dataset is None else f"{place}:{dataset}", str(root), dataset, tuple(map(str, paths)))
+
+
+def _balanced(balance: object, weights_by: object, epoch_samples: int | None, sample_weights: str) -> Mixture | None:
+    if sample_weights:
+        for name, value in {"balance": balance, "weights_by": weights_by}.items():
+            if value is not None:
+                raise UsageError(
+                    f"{name}= and sample_weights= both choose how often a sample is drawn; leave one of them out"
+                )
+        return Mixture(epoch_samples=epoch_samples, sample_weights=sample_weights)
+    if balance is None:
+        for name, value in {"weights_by": weights_by, "epoch_samples": epoch_samples}.items():
+            if value is not None:
+                raise UsageError(f"{name}={shown(value)} needs balance=, or a mixture: a dict of datasets and weights")
+        return None
+    if not isinstance(balance, str):
+        raise UsageError(f"balance={shown(balance)} cannot be used; it must be the name of a field")
+    if weights_by is not None and not isinstance(weights_by, Mapping):
+        raise UsageError(f"weights_by={shown(weights_by)} cannot be used; use a dict of values and their weights")
+    weights = {}
+    for value, weight in (weights_by or {}).items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(value, int | str):
+            raise UsageError(f"weights_by= cannot name {shown(value)}; use whole numbers or text")
+        weights[int(value) if isinstance(value, int) else value] = parse_weight(
+            weight, what=f"weights_by=: the weight of {shown(value)}"
+        )
+    return Mixture(epoch_samples=epoch_samples, balance=balance, weights_by=tuple(weights.items()))
+
+
+class MixedOrder:
+    """The order of an epoch that draws from groups: ``order[positions]`` returns the numbers of the items at these
+    positions; both int64, (k,).
+
+    Args:
+        groups: The items of each group; none is empty that has a share.
+        ratio: The share of each group.
+        samples: Number of positions of the epoch, of all ranks together.
+        shuffle: Order of the items of a group.
+        seed: Decides the order, together with the epoch.
+        epoch: Number of the epoch. Each group continues where the epochs before ended, if they had the same groups, the
+            same ratio and as many positions.
+        batch: Number of draws that stay together in one group, which then begin at multiples of it.
+        nbytes: Known size of a sample, for ``shuffle="window"``.
+    """
+
+    window = 0
+    """There are no windows that a disk reads as a whole."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        ratio: Shares,
+        samples: int,
+        *,
+        shuffle: Shuffle = "full",
+        seed: int = 0,
+        epoch: int = 0,
+        batch: int = 1,
+        nbytes: int = 0,
+    ) -> None:
+        self._groups, self._ratio, self._seed, self._epoch, self._batch = groups, ratio, seed, epoch, batch
+        self._cells = -(-samples // batch)
+        """Number of draws of the ratio."""
+        self._shuffle, self._nbytes = shuffle, nbytes
+        self._before = epoch * batch * drawn(ratio, self._cells)
+        """Draws of each group in the epochs before."""
+        self._window = max(_WINDOW, 4 * len(groups))
+        self._orders: dict[tuple[int, int], EpochOrder] = {}
+
+    def __getitem__(self, positions: Int64s) -> Int64s:
+        cells = positions if self._batch == 1 else positions // self._batch
+        table_groups, table_draws = _table(self._ratio)
+        periods, at = np.divmod(cells if self._shuffle == "no" else self._mixed(cells), len(table_groups))
+        groups = table_groups[at]
+        draws = periods * np.array(self._ratio, dtype=np.int64)[groups] + table_draws[at]
+        if self._batch > 1:
+            draws = draws * self._batch + positions % self._batch
+        draws += self._before[groups]
+        out = np.empty_like(positions)
+        for group in np.unique(groups).tolist():
+            here = np.flatnonzero(groups == group)
+            out[here] = self._items(group, draws[here])
+        return out
+
+    def _mixed(self, cells: Int64s) -> Int64s:
+        """Return the cells shuffled within windows. The last window has fewer cells than the others."""
+        windows, of = np.unique(cells // self._window, return_inverse=True)
+        all_cells = windows[:, None] * self._window + np.arange(self._window)
+        keys = uniforms(all_cells.reshape(-1), 1, of="mixture", seed=self._seed, epoch=self._epoch)
+        keys = keys.reshape(all_cells.shape)
+        keys[all_cells >= self._cells] = 2.0
+        within = np.argsort(keys, axis=1)
+        mixed: Int64s = windows[of] * self._window + within[of, cells % self._window]
+        return mixed
+
+    def _items(self, group: int, draws: Int64s) -> Int64s:
+        """Return the items of some draws of a group."""
+        items = self._groups[group]
+        passes, at = np.divmod(draws, len(items))
+        out = np.empty_like(at)
+        for number in np.unique(passes).tolist():
+            here = np.flatnonzero(passes == number)
+            out[here] = self._order(group, number)[at[here]]
+        return out + items.start if isinstance(items, range) else items[out]
+
+    def _order(self, group: int, number: int) -> EpochOrder:
+        """Return the order of a group's items in one pass over them."""
+        if (group, number) not in self._orders:
+            self._orders[group, number] = EpochOrder(
+                len(self._groups[group]), shuffle=self._shuffle, seed=self._seed, epoch=number, nbytes=self._nbytes
+            )
+        return self._orders[group, number]
