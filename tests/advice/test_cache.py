@@ -16,6 +16,8 @@ from cachetool.core.schema import Field, Schema
 from tests.advice.conftest import World, follows
 from tests.advice.rows import VALUES, Row, follow, group
 
+pytestmark = pytest.mark.soak  # 250 commands; test_complete.py says by default which message has no test
+
 ROWS = [
     Row("cache/layout.py", "the name of the cache folder is empty", "stats --cache ''", "stats --cache c"),
     Row("cache/layout.py", "a cache is a local folder", "pull src --all --cache s3://b/c", "!"),

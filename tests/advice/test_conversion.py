@@ -20,6 +20,8 @@ from tests.advice.rows import Row, follow, group
 
 LONG = "x" * 300
 
+pytestmark = pytest.mark.soak  # 250 commands; test_complete.py says by default which message has no test
+
 ROWS = [
     Row(
         "formats/compression.py", "--compression auto is for {}", "convert a.h5 --to lmdb --compression auto --out new",

@@ -27,6 +27,8 @@ def days(folder: Path) -> None:
         (folder / f"d/2024.01.{day}.bin").write_bytes(b"x")
 
 
+pytestmark = pytest.mark.soak  # 250 commands; test_complete.py says by default which message has no test
+
 ROWS = [
     Row("pull/options.py", "only one of --samples", "pull src --all --follow --cache c", "pull src --all --cache c"),
     Row(
@@ -154,7 +156,7 @@ def test_a_batch_job_without_part_numbers_is_told_to_pass_them(world: World, mon
     monkeypatch.setenv("SLURM_NODEID", "x")
     monkeypatch.setenv("SLURM_NNODES", "2")
     world.raises(lambda: PullOptions(part="auto"))
-    assert PullOptions(part="0/2").share == (2, (0,))
+    assert PullOptions(part="0/2").node_parts == (2, (0,))
     world.worked += 1
 
 

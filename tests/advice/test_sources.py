@@ -197,6 +197,8 @@ def row(module: str, beginning: str, put: Put | tuple[Put, ...] | None, fails: s
     return Row(f"{place}.py", beginning, (*puts, f"{pull} {options}"), lines)
 
 
+pytestmark = pytest.mark.soak  # 250 commands; test_complete.py says by default which message has no test
+
 ROWS = [
     row(
         "blame", "{}, or skip such rows", table(a=range(200), b=[None, *range(199)]), "t.parquet",

@@ -332,7 +332,7 @@ def test_a_glob_selects_a_zarr_folder_completely_or_not_at_all(both: Both, tmp_p
         assert (one.code, "is a Zarr" in one.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("where", ["s3", "http"])
+@pytest.mark.parametrize("where", ["s3", pytest.param("http", marks=pytest.mark.soak)])
 def test_mixed_folders_at_urls_behave_alike(
     where: str, both: Both, tmp_path: Path, moto: Moto, monkeypatch: pytest.MonkeyPatch
 ) -> None:

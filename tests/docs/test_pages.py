@@ -18,8 +18,8 @@ _TRAINING = (
 )
 _DATA = (
     "crop-large-arrays decode-images-and-masks decode-images-while-training move-from-imagefolder move-from-lmdb"
-    " move-from-mds move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16 train-on-large-arrays"
-    " unpack-netcdf-values"
+    " mix-datasets move-from-mds move-from-webdataset read-hdf5-and-zarr read-parquet store-bfloat16"
+    " train-on-large-arrays unpack-netcdf-values"
 )
 
 
@@ -31,8 +31,8 @@ TOGETHER = (
     ("README.md", *how_tos("move-from-tensorflow")),
     how_tos(f"{_TRAINING} train-with-torchdata train-with-ignite"),
     how_tos(_DATA),
-    ("docs/tutorial.md", *how_tos("choose-a-cap")),
-    ("docs/reference/errors.md", *how_tos("pull-on-ray")),
+    ("docs/tutorial.md", "docs/reference/errors.md", *how_tos("choose-a-cap")),
+    how_tos("pull-on-ray"),
     (
         "docs/explanation/trainers.md",
         *how_tos("train-with-accelerate train-with-fabric train-with-hugging-face train-with-lightning"),
@@ -61,7 +61,14 @@ def servers(remote: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.timeout(600)  # half a minute each, where nothing else wants the processor
-@pytest.mark.parametrize("together", TOGETHER, ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "together",
+    # A cluster takes a minute to start; one test of tests/ray runs by default.
+    [
+        pytest.param(names, id=names[0], marks=[pytest.mark.soak] * (names == how_tos("pull-on-ray")))
+        for names in TOGETHER
+    ],
+)
 def test_all_programs_and_commands_do_what_their_page_says(
     together: tuple[str, ...], remote: Path, servers: dict[str, str]
 ) -> None:

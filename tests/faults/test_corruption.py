@@ -49,7 +49,14 @@ def keeps_the_law(found: dict[str, Any]) -> None:
     assert found["refused"] > 0
 
 
-@pytest.mark.parametrize("names", [CACHED, PLAIN, FOREIGN], ids=["cache", "out", "foreign"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(CACHED, id="cache"),
+        pytest.param(PLAIN, id="out", marks=pytest.mark.soak),
+        pytest.param(FOREIGN, id="foreign", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.timeout(600)
 def test_files_damaged_at_a_few_places_keep_the_law(tmp_path: Path, names: Sequence[str]) -> None:
     for found in look(tmp_path, names, cuts=1, flips=2):

@@ -30,7 +30,8 @@ FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 DTYPES = ("<f4", "<i2", "<f8", "|u1", "<i4")
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 
-FEW, ALL = 60, 10_000
+FEW, ALL = 60, 2_000
+"""Blocks, crops and windows of each rank; all ranks of a kind of file have 10,000 of each."""
 RANKS = range(1, 6)
 CASES = [
     *(pytest.param(kind, rank, FEW, id=f"{kind}, rank {rank}") for rank, kind in enumerate(READERS, 1)),

@@ -78,7 +78,7 @@ def test_nothing_grows_over_fifty_epochs_of_more_files_than_descriptors(
     assert grown["memory"] < 4096  # KiB
     assert abs(grown["maps"]) < 40
     assert grown["descriptors"] <= 8  # those of a transaction or a part that is open at this moment
-    assert grown["threads"] == 0
+    assert grown["threads"] <= 0
 
 
 @pytest.mark.soak

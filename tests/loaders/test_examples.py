@@ -73,6 +73,7 @@ def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
     assert epochs[0][1] < epochs[-1][1]
 
 
+@pytest.mark.soak  # tests/trainers/test_torchrun.py tests a launcher by default
 def test_two_nodes_started_by_torchrun_train_on_one_part_each(tmp_path: Path) -> None:
     told = run(tmp_path, EXAMPLES / "torchrun_two_nodes.py", tmp_path / "work")
 
@@ -148,6 +149,7 @@ def test_a_transform_runs_in_workers_and_is_the_same_in_every_run(tmp_path: Path
     assert "the same in both epochs: False" in told
 
 
+@pytest.mark.soak  # test_resume.py and the trainers' tests resume killed jobs by default
 def test_a_killed_job_continues_its_epoch_with_the_same_samples(tmp_path: Path) -> None:
     told = run(tmp_path, EXAMPLES / "resume_after_kill.py", tmp_path / "work")
 

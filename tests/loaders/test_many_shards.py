@@ -28,6 +28,7 @@ from cachetool.core.extents import Extents
 from cachetool.core.schema import Schema
 from cachetool.formats import format_names
 from cachetool.loaders.feed.batches import announced
+from cachetool.loaders.items import Numbers
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.read import arena
 from cachetool.loaders.read.gather import gather
@@ -286,7 +287,7 @@ def test_later_samples_of_files_without_a_map_are_read_ahead(many: CacheDir, mon
     schema = SMALL.select(["x"])
     steps = np.arange(plan.steps(settings).count, dtype=np.int64)
     count = 0
-    for _, batches in announced(plan, settings, steps, parts, schema, feeders=1):
+    for _, batches in announced(plan, settings, steps, parts, schema, feeders=1, numbers=Numbers(view.samples)):
         count += sum(len(columns["x"]) for columns in parts.batches(view, batches, schema))
     assert count == view.samples
     assert len(set(asked)) == view.samples
@@ -304,6 +305,7 @@ import json, resource, sys
 name, limit = getattr(resource, sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(name, (limit, limit))
 from cachetool.cache import open_cache
+from cachetool.loaders.items import Numbers
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import SMALL, digest, put
 def epoch(loader):

@@ -13,6 +13,8 @@ import cachetool.cli.app
 from tests.advice.conftest import ADVISED
 from tests.cli.conftest import Ran
 
+pytestmark = pytest.mark.soak  # one test of a pull and one of a loader run on a real cluster by default
+
 Command = Callable[..., Ran]
 
 

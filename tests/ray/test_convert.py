@@ -27,6 +27,8 @@ from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
 from tests.ray.nodes import Nodes
 
+pytestmark = pytest.mark.soak  # one test of a pull and one of a loader run on a real cluster by default
+
 Command = Callable[..., Ran]
 
 

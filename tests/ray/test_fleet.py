@@ -14,6 +14,8 @@ from cachetool.cluster.engine import RayEngine
 from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
 
+pytestmark = pytest.mark.soak  # one test of a pull and one of a loader run on a real cluster by default
+
 Command = Callable[..., Ran]
 
 SHARDS = {"a": 3, "b": 2, "c": 1}

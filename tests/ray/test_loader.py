@@ -54,6 +54,7 @@ def test_every_sample_is_delivered_once_in_the_order_of_the_loader(joined: str, 
     assert isinstance(found[0]["ragged"], Ragged)
 
 
+@pytest.mark.soak
 def test_batches_are_built_on_the_node_of_the_cache_and_read_there_without_a_copy(joined: str, tmp_path: Path) -> None:
     with open_cache(tmp_path / "b", max_size="40MB") as opened:
         put(opened, range(8), schema=LARGE)
@@ -86,6 +87,7 @@ def test_batches_are_built_on_the_node_of_the_cache_and_read_there_without_a_cop
         assert next(refs, None) is None
 
 
+@pytest.mark.soak
 def test_a_single_field_is_delivered_as_bare_arrays(joined: str, cache: Path) -> None:
     with batches(cache, batch_size=25, fields="number", shuffle=False) as refs:
         arrays = [ray.get(ref) for ref in refs]
@@ -94,6 +96,7 @@ def test_a_single_field_is_delivered_as_bare_arrays(joined: str, cache: Path) ->
     assert np.concatenate(arrays).tolist() == list(range(50))
 
 
+@pytest.mark.soak
 def test_no_more_batches_are_built_than_may_be_in_flight(joined: str, tmp_path: Path) -> None:
     """No more batches are built for a slow caller. An epoch of twice the node's object store passes through it without
     spilling to the disk.
@@ -129,6 +132,7 @@ def busy() -> int:
     return sum(range(10**6))
 
 
+@pytest.mark.soak
 def test_the_lease_is_held_until_the_last_batch_and_then_returned(joined: str, cache: Path) -> None:
     with open_cache(cache_here(str(cache))) as opened:
         version = opened.version
@@ -153,6 +157,7 @@ def test_the_lease_is_held_until_the_last_batch_and_then_returned(joined: str, c
         until(lambda: leases(opened) == [])
 
 
+@pytest.mark.soak
 def test_errors_of_the_loader_are_raised_with_the_first_batch(joined: str, cache: Path) -> None:
     with pytest.raises(UsageError, match="there is no cache at"):
         next(batches(cache.parent / "none", batch_size=5))
@@ -164,6 +169,7 @@ def test_errors_of_the_loader_are_raised_with_the_first_batch(joined: str, cache
         batches(cache, batch_size=5, in_flight=0)
 
 
+@pytest.mark.soak
 def test_an_error_in_the_middle_is_raised_with_the_last_reference(joined: str, cache: Path) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["number"] == 40:

@@ -71,6 +71,7 @@ def once(folder: Path, wanted: int) -> None:
     assert drawn == wanted
 
 
+@pytest.mark.soak
 def test_folders_have_the_same_numbers_on_all_nodes(cluster: Nodes, tmp_path: Path) -> None:
     for name in ("dog", "cat", "owl"):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -104,6 +105,7 @@ def test_the_nodes_draw_the_same_samples_as_one_machine_and_each_is_on_one_node(
     assert {row["node"]: row["samples"] for row in told.nodes} == {name: len(keys) for name, keys in found.items()}
 
 
+@pytest.mark.soak
 def test_replicas_have_the_same_samples_and_digests_on_every_node(
     numbers: Path, tmp_path: Path, cluster: Nodes
 ) -> None:
@@ -132,6 +134,7 @@ def test_replicas_have_the_same_samples_and_digests_on_every_node(
     assert {name: sorted(found) for name, found in each(tmp_path).items()} == dict.fromkeys(NAMES, sorted(local))
 
 
+@pytest.mark.soak
 def test_the_samples_of_a_lost_node_are_drawn_by_the_others_and_a_returning_node_takes_part_again(
     few: Path, tmp_path: Path, cluster: Nodes
 ) -> None:
@@ -150,6 +153,7 @@ def test_the_samples_of_a_lost_node_are_drawn_by_the_others_and_a_returning_node
     once(tmp_path, 400)
 
 
+@pytest.mark.soak
 def test_a_pull_can_be_repeated_after_its_driver_died(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     process = run(slow(few, tmp_path, cluster))
     until(lambda: committed(tmp_path / "c") > 0 or process.poll() is not None)
@@ -163,6 +167,7 @@ def test_a_pull_can_be_repeated_after_its_driver_died(few: Path, tmp_path: Path,
     once(tmp_path, 400)
 
 
+@pytest.mark.soak
 def test_ctrl_c_leaves_no_partial_work(few: Path, tmp_path: Path, cluster: Nodes) -> None:
     process = run(slow(few, tmp_path, cluster))
     until(lambda: min(committed(tmp_path / name) for name in NAMES) > 0 or process.poll() is not None)

@@ -16,6 +16,8 @@ from cachetool.cache import open_cache
 from tests.loaders.numbered import KEYED, put
 from tests.servers import free_port
 
+pytestmark = pytest.mark.soak  # one test of a pull and one of a loader run on a real cluster by default
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_two_nodes.py"
 EPOCHS = 5
 FIRST = {"a": range(100), "b": range(1000, 1030)}

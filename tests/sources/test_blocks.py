@@ -123,7 +123,7 @@ def cases(draw: Any) -> Any:
     return shape, chunks, block, kind, dtype, named, draw(st.sampled_from(("keep", "drop", "pad")))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), remote=st.booleans())
 def test_blocks_equal_slices_and_hold_every_element_once(
     case: Any, remote: bool, tmp_path_factory: pytest.TempPathFactory
