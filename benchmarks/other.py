@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 CASES = (
-    "compressed", "dataloader", "busy", "ingest", "large_objects", "images", "ragged", "crops", "shards",
+    "compressed", "dataloader", "busy", "ingest", "large_objects", "images", "ragged", "crops", "mixture", "shards",
 )  # fmt: skip
 
 

@@ -57,6 +57,14 @@ pkg-config).
 """
 
 
+MIXTURES: dict[str, tuple[str, list[str], list[str]]] = {
+    f"{name}, three parts": (script, ["mixed"], packages)
+    for name, (script, _, packages) in LOADERS.items()
+    if name in ("MosaicML Streaming", "LitData")
+}
+"""Peers that draw from several datasets in a ratio."""
+
+
 class PeerError(Exception):
     """A peer failed, or could not be installed or started."""
 
@@ -87,9 +95,10 @@ class Peer:
     """
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
-        if name not in LOADERS and name not in PEERS:
+        loaders = LOADERS | MIXTURES
+        if name not in loaders and name not in PEERS:
             raise PeerError("no such peer; benchmarks/peers/starting.py has their names")
-        script, more, requirements = LOADERS[name] if name in LOADERS else (PEERS[name][0], [], PEERS[name][1])
+        script, more, requirements = loaders[name] if name in loaders else (PEERS[name][0], [], PEERS[name][1])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [environment(folder, script, requirements), HERE / script, *arguments, *more],
