@@ -17,13 +17,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder, is_alive
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
-from cachetool.cache.shares import Portion, may_evict, portion_of
+from cachetool.cache.shares import Portion, divided, kept_free, portion_of, portions
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -170,6 +171,11 @@ def _reserve(
     if portion is not None:
         _refuse_small_share(portion, need, advise=room.advise)
         over = portion.used + need - portion.limit
+    elif dataset is not None:
+        # Shares are kept free. A dataset without one would otherwise fill the cache, and those with one could not grow.
+        shared = sum(each.limit for each in portions(connection))
+        _refuse_small_rest(usage.overhead + usage.listings + wanted, need, cap, shared, advise=room.advise)
+        excess += kept_free(connection)
     # Only this writer's own bytes are added here. Reservations of other writers already take space on the disk, because
     # a writer allocates its complete file first.
     lack = need + floor - layout.free_disk()
@@ -205,15 +211,15 @@ def _reserve(
     if evict and not (endless and readers):
         # The bytes of retiring shards become free when their readers end, so they need no further victims.
         missing = max(excess, lack) - int(retiring)
-        victims = choose(
-            # A pull without an end evicts only shards that a snapshot contained. Otherwise it downloads for ever and
-            # evicts samples that no epoch saw (5.7 GB in nine minutes from 300 samples).
-            may_evict(connection, candidates(connection, seen=endless), dataset),
-            excess=missing if portion is None else max(missing, over - portion.leaving),
-            policy=room.policy,
-            min_epochs=room.min_epochs,
-            keep_job=room.job if room.keep_own else None,
-        )
+        # A pull without an end evicts only shards that a snapshot contained. Otherwise it downloads for ever and evicts
+        # samples that no epoch saw (5.7 GB in nine minutes from 300 samples).
+        own, others = divided(connection, candidates(connection, seen=endless), dataset)
+        keep = room.job if room.keep_own else None
+        how: dict[str, Any] = {"policy": room.policy, "min_epochs": room.min_epochs, "keep_job": keep}
+        victims = list(choose(own, excess=0 if portion is None else over - portion.leaving, **how))
+        # What the cap lacks beside is taken from datasets without a share, which may have filled the cache before.
+        for rows in (others, [row for row in own if row.id not in {victim.id for victim in victims}]):
+            victims += choose(rows, excess=missing - sum(victim.bytes for victim in victims), **how)
         # In this transaction, so that no other writer counts the same room as its own, and no new snapshot leases a
         # victim between the choice and the retirement.
         retire(connection, victims, reason="room", policy=room.policy, job=room.job)
@@ -231,6 +237,16 @@ def _reserve(
         trash=trash,
         portion=portion if over > 0 else None,
     )
+
+
+def _refuse_small_rest(least: int, need: int, cap: int, shared: int, *, advise: bool) -> None:
+    """Raise :class:`CapTooSmall` when ``need`` bytes can never fit beside the shares of other datasets."""
+    if shared and least > cap - shared:
+        raise CapTooSmall(
+            f"the shares of other datasets leave {format_size(max(0, cap - shared))} of the cap, which is too small:"
+            f" this write needs up to {format_size(need)}, the other files of the cache {format_size(least - need)}"
+            + (f";\nlower --share of another dataset, {_RAISE}" if advise else "")
+        )
 
 
 def _refuse_small_share(portion: Portion, need: int, *, advise: bool) -> None:
@@ -258,7 +274,8 @@ def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, 
         return CapBlocked(
             f"dataset {portion.dataset!r} has taken its share of the cap: {format_size(portion.used)} of"
             f" {format_size(portion.limit)} are used, up to {format_size(shortage.wanted)} more are needed{waited}:"
-            f" {who}" + (";\nraise --share or --max-size" if room.advise and not room.keep_own else "")
+            f" {who}"
+            + (";\nraise --share or --max-size" if (room.advise and not room.keep_own) or not room.evict else "")
         )
     advice = f";\nraise --max-size{_evict_hint(catalog, layout, shortage.used, shortage.cap - shortage.wanted)}"
     used = f"{format_size(shortage.used)} of {format_size(shortage.cap)} are used"

@@ -17,11 +17,11 @@ left for the next epoch. Until then this epoch has shown the shards that can ret
 
 from __future__ import annotations
 
-from cachetool.cache.catalog import Connection
+from cachetool.cache.catalog import Connection, Row
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import candidates, retire
-from cachetool.cache.shares import may_evict, portion_of
+from cachetool.cache.shares import divided, kept_free, portion_of, portions
 from cachetool.cache.usage import measure
 
 __all__ = ["top_up"]
@@ -41,11 +41,21 @@ def top_up(
     """
     portion = portion_of(connection, dataset)
     jobs = connection.execute(
-        "SELECT j.id, j.renew, j.policy, j.min_epochs, j.keep_own, j.bytes_wanted, s.dataset, d.share"
-        " FROM jobs j JOIN sources s ON s.id = j.source JOIN datasets d ON d.name = s.dataset"
+        "SELECT j.id, j.renew, j.policy, j.min_epochs, j.keep_own, j.bytes_wanted, s.dataset"
+        " FROM jobs j JOIN sources s ON s.id = j.source"
         " WHERE j.bytes_wanted > 0 ORDER BY j.renew DESC"
     ).fetchall()
-    job = next((job for job in jobs if (job["dataset"] == dataset if portion else job["share"] is None)), None)
+    shared = {each.dataset: each for each in portions(connection)}
+
+    def waits(job: Row) -> bool:
+        """Return True if shards of ``dataset`` may leave for this pull."""
+        if portion is not None:
+            return bool(job["dataset"] == dataset)
+        # A dataset that has not filled its share waits for datasets without one, which filled the cache before.
+        of = shared.get(job["dataset"])
+        return of is None or of.limit - of.used >= job["bytes_wanted"]
+
+    job = next(filter(waits, jobs), None)
     if job is None:
         return current
     cap = int(connection.execute("SELECT max_size FROM cache").fetchone()[0])
@@ -55,7 +65,8 @@ def top_up(
     else:
         # A share of the bytes that shards may take and not of the whole cap: of a small cap a third may be the
         # catalog's.
-        free, leaving, of = cap - usage.total, usage.retiring + usage.trash, cap - usage.overhead - usage.listings
+        free, leaving = cap - usage.total - kept_free(connection), usage.retiring + usage.trash
+        of = cap - usage.overhead - usage.listings - sum(each.limit for each in shared.values())
     # Free bytes that are too few for the waiting shard help nobody, so they count as none.
     usable = free if free >= job["bytes_wanted"] else 0
     # Retiring shards count as made room, so a second rank that takes a snapshot retires nothing more.
@@ -64,7 +75,8 @@ def top_up(
         return current
     # An epoch must show everything that was there before it began, so only shards that an earlier
     # snapshot contained may retire.
-    shown = may_evict(connection, candidates(connection, seen=True), dataset)
+    own, others = divided(connection, candidates(connection, seen=True), dataset)
+    shown = others if portion is None else own
     # With `keep_own` the shards that this epoch shows could not retire at the next snapshot either.
     if sparing and not job["keep_own"] and sum(row.bytes for row in shown) < lack:
         older = _holding_back(connection, dataset, job["renew"], lack)

@@ -1,7 +1,8 @@
 """The share of the cap that a dataset may take, for caches with several datasets.
 
 A dataset with a share never takes more than its share, and only writers of its own evict its shards. The datasets
-without one divide what is left, and evict each other's shards. Shares together are at most the whole cap::
+without one divide what all shares leave, also while a dataset has not filled its share, and evict each other's shards.
+Shares together are at most the whole cap::
 
     cap  | sim: 60 %                 | obs: 30 %     | others, listings, catalog |
 """
@@ -15,7 +16,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.policies import Candidate
 from cachetool.core.errors import UsageError
 
-__all__ = ["Portion", "may_evict", "portion_of", "set_share"]
+__all__ = ["Portion", "divided", "kept_free", "portion_of", "portions", "set_share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,26 @@ def portion_of(connection: Connection, dataset: str | None) -> Portion | None:
     return Portion(dataset, int(row[0] * row[1]), int(used), int(leaving))
 
 
-def may_evict(connection: Connection, rows: Sequence[Candidate], dataset: str | None) -> list[Candidate]:
-    """Return those shards that a writer of ``dataset`` may evict."""
-    shared = {name for (name,) in connection.execute("SELECT name FROM datasets WHERE share IS NOT NULL")}
-    if dataset in shared:
-        return [row for row in rows if row.dataset == dataset]
-    return [row for row in rows if row.dataset not in shared]
+def portions(connection: Connection) -> list[Portion]:
+    """Return the portions of all datasets that have a share."""
+    names = connection.execute("SELECT name FROM datasets WHERE share IS NOT NULL ORDER BY name").fetchall()
+    found = (portion_of(connection, name) for (name,) in names)
+    return [portion for portion in found if portion is not None]
+
+
+def kept_free(connection: Connection) -> int:
+    """Return the bytes that datasets with a share may still take, which no other dataset may fill."""
+    return sum(max(0, portion.limit - portion.used) for portion in portions(connection))
+
+
+def divided(
+    connection: Connection, rows: Sequence[Candidate], dataset: str | None
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the shards of ``dataset`` if it has a share, and those of the datasets without one: a writer of
+    ``dataset`` may evict both."""
+    shared = {portion.dataset for portion in portions(connection)}
+    own = [row for row in rows if row.dataset == dataset] if dataset in shared else []
+    return own, [row for row in rows if row.dataset not in shared]
 
 
 def set_share(connection: Connection, dataset: str, share: float | None) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "Offsets",
     "OffsetsOption",
     "corner_of",
+    "hashed",
     "parse_crop",
     "parse_offsets",
     "uniforms",
@@ -182,8 +183,8 @@ def uniforms(numbers: Int64s, count: int, *, of: str, seed: int, epoch: int) -> 
     """
     digest = hashlib.sha256(f"cachetool {of} {seed} {epoch}".encode()).digest()
     key = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)
-    state = _mixed(key + numbers.astype(np.uint64) * _GOLDEN)
-    mixed = _mixed(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    state = hashed(key + numbers.astype(np.uint64) * _GOLDEN)
+    mixed = hashed(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
     out: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return out
 
@@ -264,7 +265,7 @@ def _size(what: str, value: object) -> int:
     return parse_whole(value, what=what, least=1)
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def hashed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the finaliser of splitmix64 of these values."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -141,11 +141,25 @@ class Items:
         values = values[numbers.samples(numbers.codes(np.arange(numbers.total, dtype=np.int64)))]
         order = np.argsort(values, kind="stable")
         groups = np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(order) else []
-        texts = {number: text.decode() for text, number in self._values.items()}
+        texts = {number: text.decode(errors="backslashreplace") for text, number in self._values.items()}
+        field = view.schema[mixture.balance]
+        for value, _ in mixture.weights_by:
+            if isinstance(value, str) != (field.kind in ("str", "bytes")):
+                raise UsageError(
+                    f"weights_by= names {shown(value)}, but {shown(field.name)} holds {field.describe()}; use its"
+                    " values"
+                )
         # In the order of the values, which is the same in all processes.
-        named = sorted((texts.get(number, number), group) for group in groups for number in values[group[:1]].tolist())
+        unsigned = field.kind == "fixed" and field.numpy.kind == "u"
+        firsts = [values[group[:1]].view(np.uint64 if unsigned else np.int64).tolist()[0] for group in groups]
+        named = sorted(
+            ((texts.get(first, first), group) for first, group in zip(firsts, groups, strict=True)),
+            key=lambda one: one[0],
+        )
         weights = [mixture.weight_of(value) for value, _ in named]
         there = [group for (_, group), weight in zip(named, weights, strict=True) if weight]
+        if groups and not there:
+            raise UsageError(f"weights_by= has the weight 0 for all values of {shown(field.name)}; give one a weight")
         ratio = shares([weight for weight in weights if weight]) if there else ()
         return numbers._replace(groups=tuple(there), ratio=ratio)
 

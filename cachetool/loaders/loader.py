@@ -10,6 +10,7 @@ would have ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -108,6 +109,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         "node": (0, 1),
     }
     settings = Settings(**{name: values[name] for name in Settings.__dataclass_fields__})
+    if settings.fields and not settings.stored_fields:
+        raise UsageError(f"fields={shown(list(settings.fields))} has no field of the dataset; add at least one")
     return settings, values["steps"], values["workers"]
 
 
@@ -499,8 +502,17 @@ class BaseLoader(Closing, ABC, Generic[T]):
         parsed, mixture = parse_sample_weights(weights), self._settings.mixture
         if parsed is None or mixture is None or not mixture.sample_weights:
             raise UsageError("sample_weights can be changed, but a loader must be created with or without it")
-        if self._progress is not None and not self._progress.ended and self._progress.touched:
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and not latest.progress.ended and latest.progress.touched:
             raise UsageError("an epoch is under way, which draws by the present sample_weights; set others after it")
+        if self._resume is not None:
+            raise UsageError(
+                "the state of an epoch was loaded, which draws by the sample_weights that it was begun with; set others"
+                " after this epoch"
+            )
+        if self._progress is not None and self._progress.left:
+            # The epoch that was left cannot continue by other weights.
+            self._epoch, self._progress = self._next(), None
         self._sample_weights = parsed
         self._functions = self._functions._replace(weights=parsed)
         self._sent = b"" if self._workers == 0 else dumps(self._functions)
@@ -510,7 +522,12 @@ class BaseLoader(Closing, ABC, Generic[T]):
 
     def _ratios(self, epoch: int) -> Ratios:
         """Return the shares of a mixture's datasets in this epoch and in the next one."""
-        return self._ratio(epoch), self._ratio(epoch + 1)
+        following: Shares = ()
+        this = self._ratio(epoch)
+        # A function may know only the epochs that are trained. The error comes if that epoch is begun.
+        with contextlib.suppress(Exception):
+            following = self._ratio(epoch + 1)
+        return this, following
 
     def _ratio(self, epoch: int) -> Shares:
         if self._weights is None:
@@ -838,7 +855,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
         if self._settings.offsets:
             values["offsets"] = str(dict(self._settings.offsets))
         if self._settings.mixture is not None:
-            values["mixture"] = self._settings.mixture.state()
+            values["mixture"] = self._settings.mixture.state(self._settings.batch_size)
         return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ because groups that follow each other in a fixed cycle would be batches of alway
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ from typing import Any
 import numpy as np
 
 from cachetool.core.errors import UsageError
+from cachetool.core.permutation import Permutation
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of
-from cachetool.loaders.crop import uniforms
+from cachetool.loaders.crop import hashed, uniforms
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle
 
 __all__ = [
     "DATASET",
+    "MOST_DRAWS",
     "Group",
     "Member",
     "MixedOrder",
@@ -97,16 +100,29 @@ class Mixture:
         """Return the weight of a value of the field :attr:`balance`."""
         return dict(self.weights_by).get(value, 1.0)
 
-    def length(self, ratio: Shares, items: Sequence[int]) -> int:
-        """Return the number of draws of an epoch whose groups have so many ``items``."""
+    def length(self, ratio: Shares, items: Sequence[int], *, batch: int = 1) -> int:
+        """Return the number of samples of an epoch whose groups have so many ``items``, drawn ``batch`` at a time.
+
+        Raises :class:`UsageError` if the dataset that an epoch reads once takes no part.
+        """
         if self.epoch_samples is not None:
             return self.epoch_samples
-        return sum(items) if self.epoch_of is None else length_of(ratio, self.epoch_of, items[self.epoch_of])
+        if self.epoch_of is None:
+            return sum(items)
+        if not ratio[self.epoch_of]:
+            raise UsageError(
+                f"epoch_of= names {shown(self.members[self.epoch_of].name)}, whose weight is 0 in this epoch; give it a"
+                " weight, or use epoch_samples="
+            )
+        # Of whole batches the rest is read in the next epoch.
+        return batch * length_of(ratio, self.epoch_of, max(1, items[self.epoch_of] // batch))
 
-    def state(self) -> str:
+    def state(self, batch_size: int) -> str:
         """Return the part that decides the order, as text for states."""
         values = {
-            "datasets": [member.name for member in self.members],
+            # Folders may have moved since, and their order tells which is which.
+            "datasets": [member.dataset or "" for member in self.members],
+            "batch_size": batch_size * (self.mix == "batch"),
             "mix": self.mix,
             "epoch_samples": self.epoch_samples,
             "epoch_of": self.epoch_of,
@@ -119,9 +135,15 @@ class Mixture:
 
 _PERIOD = 2**20
 """Most draws of a period. Weights are rounded to it: an error of a millionth."""
+MOST_DRAWS = 2 * _PERIOD
+"""Most draws of a period after rounding."""
 _WINDOW = 16
 """Least positions that are shuffled together. A ratio within 1 % over each 1,000 draws allows no more than this."""
 _DENOMINATOR = 10**6
+_SMALL = 2**12
+"""Items of a group from which its order is computed by itself: for groups of fewer items one call for all is faster."""
+_APART = 2**64
+"""Distance of the seeds of the groups, more than that of seeds that users choose."""
 
 
 def shares(weights: Sequence[float]) -> Shares:
@@ -166,12 +188,18 @@ def drawn(ratio: Shares, draws: int) -> Int64s:
 
 
 def length_of(ratio: Shares, group: int, items: int) -> int:
-    """Return the least number of draws of which ``group`` has ``items``. The group takes part."""
+    """Return a number of draws of which ``group`` has ``items``, the nearest to the ratio. The group takes part."""
     if items == 0:
         return 0
     table = _table(ratio)[0]
-    periods, more = divmod(items - 1, ratio[group])
-    return periods * len(table) + int(np.flatnonzero(table == group)[more]) + 1
+    at = np.flatnonzero(table == group)
+
+    def place(draw: int) -> int:
+        periods, more = divmod(draw, ratio[group])
+        return periods * len(table) + int(at[more])
+
+    exact = round(Fraction(items * len(table), ratio[group]))
+    return min(max(exact, place(items - 1) + 1), place(items))
 
 
 def parse_weights(given: object, names: Sequence[Any], *, what: str) -> Shares:
@@ -292,6 +320,36 @@ def _balanced(balance: object, weights_by: object, epoch_samples: int | None, sa
     return Mixture(epoch_samples=epoch_samples, balance=balance, weights_by=tuple(weights.items()))
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = np.arange(1, 7, dtype=np.uint64) * _GOLDEN
+
+
+def permuted(at: Int64s, sizes: Int64s, *, key: int, of: Sequence[Int64s]) -> Int64s:
+    """Return the places ``at``, each below its number of ``sizes``, in permutations of ``0 .. size - 1``.
+
+    Places whose numbers in all arrays of ``of`` are equal are of one permutation. It is that of
+    :mod:`cachetool.core.permutation`, a Feistel network with cycle walking, computed for many permutations at once: a
+    mixture may have a thousand groups of a few samples, and passes over each.
+    """
+    keys = np.full(len(at), key, dtype=np.uint64)
+    for numbers in of:
+        keys = hashed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    half = np.ones(len(at), dtype=np.uint64)
+    for bits in range(1, 21):
+        half += (sizes > 4**bits).astype(np.uint64)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    value = at.astype(np.uint64)
+    walking = np.arange(len(at))
+    while len(walking):
+        here, lower = value[walking], mask[walking]
+        left, right = here >> half[walking], here & lower
+        for number in _ROUNDS:
+            left, right = right, left ^ (hashed(right + keys[walking] + number) & lower)
+        value[walking] = (left << half[walking]) | right
+        walking = walking[value[walking] >= sizes[walking].astype(np.uint64)]
+    return value.astype(np.int64)
+
+
 class MixedOrder:
     """The order of an epoch that draws from groups: ``order[positions]`` returns the numbers of the items at these
     positions; both int64, (k,).
@@ -330,7 +388,11 @@ class MixedOrder:
         self._before = epoch * batch * drawn(ratio, self._cells)
         """Draws of each group in the epochs before."""
         self._window = max(_WINDOW, 4 * len(groups))
-        self._orders: dict[tuple[int, int], EpochOrder] = {}
+        self._sizes = np.array([len(group) for group in groups], dtype=np.int64)
+        self._key = int.from_bytes(hashlib.sha256(f"cachetool mixture {seed}".encode()).digest()[:8], "little")
+        self._orders: dict[tuple[int, int], EpochOrder | Permutation] = {}
+        self._kept: tuple[Int64s, Int64s] | None = None
+        """The windows that were shuffled last, and their cells."""
 
     def __getitem__(self, positions: Int64s) -> Int64s:
         cells = positions if self._batch == 1 else positions // self._batch
@@ -340,38 +402,60 @@ class MixedOrder:
         draws = periods * np.array(self._ratio, dtype=np.int64)[groups] + table_draws[at]
         if self._batch > 1:
             draws = draws * self._batch + positions % self._batch
-        draws += self._before[groups]
+        passes, within = np.divmod(draws + self._before[groups], self._sizes[groups])
+        if self._shuffle == "full" and len(small := np.flatnonzero(self._sizes[groups] < _SMALL)):
+            few = groups[small]
+            within[small] = permuted(within[small], self._sizes[few], key=self._key, of=(few, passes[small]))
         out = np.empty_like(positions)
         for group in np.unique(groups).tolist():
-            here = np.flatnonzero(groups == group)
-            out[here] = self._items(group, draws[here])
+            here, items = np.flatnonzero(groups == group), self._groups[group]
+            those = within[here]
+            if self._shuffle == "window" or (self._shuffle == "full" and len(items) >= _SMALL):
+                those = self._ordered(group, passes[here], those)
+            out[here] = those + items.start if isinstance(items, range) else items[those]
         return out
 
     def _mixed(self, cells: Int64s) -> Int64s:
-        """Return the cells shuffled within windows. The last window has fewer cells than the others."""
+        """Return the cells shuffled within windows, but those of a group in their order: a pass ends before the next
+        one begins. The last window has fewer cells than the others.
+        """
         windows, of = np.unique(cells // self._window, return_inverse=True)
-        all_cells = windows[:, None] * self._window + np.arange(self._window)
-        keys = uniforms(all_cells.reshape(-1), 1, of="mixture", seed=self._seed, epoch=self._epoch)
-        keys = keys.reshape(all_cells.shape)
-        keys[all_cells >= self._cells] = 2.0
-        within = np.argsort(keys, axis=1)
-        mixed: Int64s = windows[of] * self._window + within[of, cells % self._window]
+        # With many groups a window is larger than what is asked for at a time.
+        if self._kept is None or not np.array_equal(self._kept[0], windows):
+            all_cells = windows[:, None] * self._window + np.arange(self._window)
+            keys = uniforms(all_cells.reshape(-1), 1, of="mixture", seed=self._seed, epoch=self._epoch)
+            keys = keys.reshape(all_cells.shape)
+            keys[all_cells >= self._cells] = 2.0
+            table = _table(self._ratio)[0]
+            groups = table[all_cells % len(table)]
+            shuffled = np.take_along_axis(groups, np.argsort(keys, axis=1, kind="stable"), axis=1)
+            within = np.empty_like(all_cells)
+            # The j-th place of a group in the shuffled window gets the j-th cell of the group.
+            places = np.argsort(shuffled, axis=1, kind="stable")
+            np.put_along_axis(within, places, np.argsort(groups, axis=1, kind="stable"), axis=1)
+            self._kept = windows, within
+        mixed: Int64s = windows[of] * self._window + self._kept[1][of, cells % self._window]
         return mixed
 
-    def _items(self, group: int, draws: Int64s) -> Int64s:
-        """Return the items of some draws of a group."""
-        items = self._groups[group]
-        passes, at = np.divmod(draws, len(items))
+    def _ordered(self, group: int, passes: Int64s, at: Int64s) -> Int64s:
+        """Return the items at these places of the orders of one group, of one pass or several."""
         out = np.empty_like(at)
         for number in np.unique(passes).tolist():
             here = np.flatnonzero(passes == number)
             out[here] = self._order(group, number)[at[here]]
-        return out + items.start if isinstance(items, range) else items[out]
+        return out
 
-    def _order(self, group: int, number: int) -> EpochOrder:
-        """Return the order of a group's items in one pass over them."""
-        if (group, number) not in self._orders:
-            self._orders[group, number] = EpochOrder(
-                len(self._groups[group]), shuffle=self._shuffle, seed=self._seed, epoch=number, nbytes=self._nbytes
-            )
-        return self._orders[group, number]
+    def _order(self, group: int, number: int) -> EpochOrder | Permutation:
+        """Return the order of a group in one pass."""
+        if (order := self._orders.get((group, number))) is None:
+            size = len(self._groups[group])
+            if self._shuffle == "window":
+                seed = self._seed + _APART * group
+                order = EpochOrder(size, shuffle="window", seed=seed, epoch=number, nbytes=self._nbytes)
+            else:
+                # Named by the group: groups of one size would otherwise have one order, and their samples pair up.
+                order = Permutation(size, seed=self._seed, pass_number=number, part=f"group {group}")
+            if len(self._orders) > 2 * len(self._groups):
+                self._orders.clear()
+            self._orders[group, number] = order
+        return order

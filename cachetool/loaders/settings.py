@@ -17,7 +17,7 @@ from cachetool.loaders.mixture import DATASET, Group, MixedOrder, Mixture, Share
 from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
 from cachetool.loaders.padding import Pad, Pads
 from cachetool.loaders.ranks import require_node
-from cachetool.loaders.sample_weights import Floats, WeightedOrder
+from cachetool.loaders.sample_weights import WEIGHT, Floats, WeightedOrder
 from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "Value", "Where", "rows", "where_dict"]
@@ -81,9 +81,10 @@ class Settings:
     @property
     def stored_fields(self) -> tuple[str, ...] | None:
         """The fields asked for that datasets have; None for all."""
-        if self.fields is None or not self.tells_dataset:
+        if self.fields is None or self.mixture is None:
             return self.fields
-        return tuple(name for name in self.fields if name != DATASET)
+        told = (DATASET,) if self.mixture.members else (WEIGHT,) if self.mixture.sample_weights else ()
+        return tuple(name for name in self.fields if name not in told)
 
     @property
     def tells_dataset(self) -> bool:

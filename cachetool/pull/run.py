@@ -486,6 +486,8 @@ def _stopped(options: PullOptions, share: str, why: str, *, evicted: int, cap: i
     """Return the error of a pull that stopped at the cap with ``share`` of its samples. A cap of ``cap`` would hold
     all."""
     larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
+    if "has taken its share" in why:
+        larger = "raise --share or --max-size"
     renewed = "" if options.reopened else ", or use --follow to replace old samples by new ones"
     went = f" after evicting {counted(evicted, 'older shard')}" if evicted else ""
     return CapBlocked(f"stopped at the cap with {share} samples{went}: {why};\n{larger}{renewed}")

@@ -46,7 +46,7 @@ def test_a_dataset_fills_its_share_and_not_more(sources: tuple[Path, Path], tmp_
         cache.pull(sources[1], dataset="obs")
         sim, obs = bytes_of(cache, "sim"), bytes_of(cache, "obs")
         assert 0.3 * CAP < sim <= 0.4 * CAP
-        assert obs > sim
+        assert obs > 0.3 * CAP
         shares = {row["name"]: row["share"] for row in cache.stats().datasets}
         assert shares == {"sim": 0.4, "obs": None}
 
@@ -64,6 +64,35 @@ def test_only_its_own_writers_evict_a_dataset_with_a_share(sources: tuple[Path, 
         assert {shard.id for shard in cache.shards("sim")} != before
         assert {shard.id for shard in cache.shards("obs")} == obs
         assert bytes_of(cache, "sim") <= 0.4 * CAP
+
+
+def test_a_share_is_kept_free_for_its_dataset(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    with cachetool.open_cache(tmp_path / "cache", max_size=CAP) as cache:
+        cache.pull(sources[0], dataset="sim", share="50%", samples=10)
+        cache.pull(sources[1], dataset="obs")
+        assert bytes_of(cache, "obs") <= 0.5 * CAP
+        cache.pull(sources[0], dataset="sim")
+        assert bytes_of(cache, "sim") > 0.4 * CAP
+
+
+def test_a_dataset_that_filled_the_cache_before_leaves_the_share(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    with cachetool.open_cache(tmp_path / "cache", max_size=CAP) as cache:
+        cache.pull(sources[1], dataset="obs")
+        full = bytes_of(cache, "obs")
+        cache.pull(sources[0], dataset="sim", share="50%", samples=80)
+        assert bytes_of(cache, "sim") > 80 * 4 * SIZE
+        assert bytes_of(cache, "obs") < full
+        cache.pull(sources[0], dataset="sim", share="98%", samples=1)
+        with pytest.raises(CapacityError, match="the shares of other datasets leave"):
+            cache.pull(sources[1], dataset="obs", samples=1, shard_size="1MB")
+
+
+def test_a_full_share_is_named_with_the_option(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    with cachetool.open_cache(tmp_path / "cache", max_size=CAP) as cache:
+        with pytest.raises(CapacityError, match=r"has taken its share(.|\n)*raise --share or --max-size"):
+            cache.pull(sources[0], dataset="sim", share="40%", all=True)
+        with pytest.raises(CapacityError, match=r"has taken its share(.|\n)*raise --share or --max-size"):
+            cache.convert(to="hdf5", dataset="sim")
 
 
 def test_shares_of_more_than_the_cap_are_refused(sources: tuple[Path, Path], tmp_path: Path) -> None:

@@ -266,6 +266,10 @@ class EpochSnapshots:
         following = reading.plan.epoch + 1
         if self._awaited or self._ahead is not None or following == self._settings.epochs:
             return
+        mixture = self._settings.mixture
+        # The weights of the next epoch are not known before it begins.
+        if mixture is not None and mixture.members and not self._following:
+            return
         # The error comes again when that epoch begins, where somebody hears of it.
         with contextlib.suppress(Exception):
             self._take_ahead(following, ratio=self._following, follows=True)
@@ -363,26 +367,37 @@ class EpochSnapshots:
             return mixture.epoch_samples or numbers.total
         ratio = ratio or numbers.ratio
         items = list(map(len, numbers.groups))
+        if len(ratio) != len(items):
+            raise UsageError(f"the state of this epoch has {len(ratio)} datasets, but the mixture {len(items)}")
         for number, (share, count) in enumerate(zip(ratio, items, strict=True)):
             if share and not count:
                 member = mixture.members[number]
                 short = NotYet(f"no samples of dataset {shown(member.name)} in {member.root}")
                 self._short = view, short
                 raise short
-        draws = mixture.length(ratio, items) if ratio else 0
+        settings = self._settings
+        draws = mixture.length(ratio, items, batch=settings.whole_batches) if ratio else 0
         if mixture.members and ratio:
             self._reads = tuple((drawn(ratio, draws) / np.maximum(items, 1)).tolist())
-        return draws - draws % self._settings.whole_batches
+        # A remainder that is not read would be drawn in no epoch.
+        whole = settings.batch_size if settings.drop_last else settings.whole_batches
+        return draws - draws % whole
 
     def _required(self, view: View, ratio: Shares) -> int:
         """Return the number of samples that an epoch reads. Raises :class:`NotYet` if the cache has too few."""
         samples = self._count(view, ratio)
         # The samples of a mixture may be drawn again and again, so those that are there are counted.
         self._require(view, samples if self._settings.mixture is None else self._items.of(view).total)
-        if samples == 0 and self._settings.mixture is not None:
-            raise UsageError(
-                "an epoch of this mixture has no complete batch; use a larger epoch_samples=, or a smaller batch_size="
-            )
+        settings = self._settings
+        if settings.mixture is not None:
+            whole = settings.drop_last or settings.whole_batches > 1
+            need = settings.place(view)[1] * (settings.batch_size if whole else 1)
+            if samples < need:
+                batches = f" in complete batches of {settings.batch_size}" if whole else ""
+                raise UsageError(
+                    f"an epoch of {samples} samples is too short for world_size={settings.place(view)[1]}{batches}; use"
+                    " a larger epoch_samples="
+                )
         return samples
 
     def _require(self, view: View, samples: int) -> None:

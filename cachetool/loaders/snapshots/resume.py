@@ -13,6 +13,7 @@ from cachetool.core.permutation import MAX_N
 from cachetool.core.ranges import Range, Ranges
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_whole
+from cachetool.loaders.mixture import MOST_DRAWS
 from cachetool.loaders.order import Int64s
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots.waiting import say
@@ -81,6 +82,12 @@ def require_same(saved: Mapping[str, Any], here: Mapping[str, Any], *, of: str) 
     # notice.
     for name, value in saved.items():
         if not isinstance(value, str | float | int | None) or here.get(name) != value:
+            if name == "mixture":
+                was, has = (str(setting or "one dataset") for setting in (value, here.get(name)))
+                raise UsageError(
+                    f"the state was saved by a {of} with the mixture {was}, but this {of} has {has}; create it with the"
+                    " same datasets in the same order, and the same options"
+                )
             was, has = (_given(name, setting) for setting in (value, here.get(name)))
             raise UsageError(
                 f"the state was saved with {name}={was}, but this {of} has {has}; create it with {name}={was}"
@@ -133,7 +140,7 @@ def is_resume(value: object) -> bool:
         return True
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
     numbers = all(isinstance(value, list | tuple) and all(map(is_count, value)) for value in resume[3:])
-    return inside and are_rows(resume.parts) and numbers
+    return inside and are_rows(resume.parts) and numbers and (not resume.ratio or 0 < sum(resume.ratio) <= MOST_DRAWS)
 
 
 SAVED: dict[str, Callable[[Any], bool]] = {
