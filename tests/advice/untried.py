@@ -24,6 +24,7 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("formats/tfrecord_package.py", "the tfrecord package"): "would change what is installed here",
     ("loaders/feed/cf.py", ""): "tests/loaders/test_cf.py makes the messages",
     ("loaders/feed/jpeg.py", ""): "images; tests/loaders/test_decode.py makes the messages",
+    ("pull/run.py", "raise --share or --max-size"): "tests/cache/test_shares.py makes it",
     ("cache/shares.py", "--share {}% of dataset"): "tests/cache/test_shares.py makes it",
     ("loaders/snapshots/mixed.py", "dataset {} holds the part"): "pulls with --part; two caches of tests/test_parts.py",
     ("loaders/snapshots/epochs.py", "offsets= leaves out"): "a note; tests/sources/test_runs.py pulls with --runs",
