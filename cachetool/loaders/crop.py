@@ -202,6 +202,8 @@ def parse_crop(crop: object, crops: object, stride: object, corner: object, crop
             " {'volume': (64, 64, 64)}"
         )
     boxes = tuple((name, _box(name, box)) for name, box in crop.items())
+    if isinstance(crops, str) and crops != "grid":
+        raise UsageError(f"crops={shown(crops)} cannot be used; it must be a number of boxes, or 'grid'")
     if crops != "grid" and crops is not None:
         crops = parse_whole(crops, what="crops=", least=1)
     if stride is not None and crops != "grid":
@@ -228,13 +230,13 @@ def parse_offsets(offsets: object) -> Offsets:
         )
     parsed = []
     for name, given in offsets.items():
-        what = f"offsets= of field {shown(name)}: "
+        what = f"offsets= of field {shown(name)}:"
         numbers = [given] if isinstance(given, int) else list(given) if isinstance(given, Iterable) else []
         if isinstance(given, str) or not numbers:
-            raise UsageError(f"{what}{shown(given)} cannot be used; give numbers of rows, such as (-1, 0, 1)")
+            raise UsageError(f"{what} {shown(given)} cannot be used; give numbers of rows, such as (-1, 0, 1)")
         parsed.append((name, tuple(parse_whole(number, what=what) for number in numbers)))
         if any(abs(number) >= _FARTHEST for number in parsed[-1][1]):
-            raise UsageError(f"{what}{shown(given)} reaches further than a series can be long")
+            raise UsageError(f"{what} {shown(given)} reaches further than a series can be long")
     return tuple(parsed)
 
 
@@ -258,7 +260,7 @@ def _box(name: str, value: object) -> Box:
     sizes = _listed(value)
     if not sizes or all(size is None for size in sizes):
         raise UsageError(f"crop= of field {shown(name)} has no size; give one for each axis, or None for a whole axis")
-    return tuple(None if size is None else _size(f"crop= of field {shown(name)}", size) for size in sizes)
+    return tuple(None if size is None else _size(f"a size of crop= of field {shown(name)}:", size) for size in sizes)
 
 
 def _size(what: str, value: object) -> int:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import UsageError
+from cachetool.core.text import counted
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOTE
@@ -120,7 +121,7 @@ def blocks_of(
     cuts = [_cut(path, name, large, wanted[name], options, skipped) for name in wanted]
     samples = math.prod(cut.count for cut in cuts)
     if options.edges == "drop" and (lost := math.prod(-(-cut.size // cut.step) for cut in cuts) - samples):
-        skipped.append((NOTE, f"{lost} incomplete blocks at the edges are left out by --edges drop"))
+        skipped.append((NOTE, f"{counted(lost, 'incomplete block')} at the edges left out by --edges drop"))
     out = [_column(c, cuts, samples, options.edges, repeated if c.name in kept else None) for c in taken]
     nbytes = sum(column.nbytes // max(1, samples) for column in out)
     check_allocation(f"{path}: a block of {', '.join(c.name for c in taken[:_SHOWN])}", nbytes, stored=stored)

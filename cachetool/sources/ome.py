@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Level", "images_of", "levels_of"]
+__all__ = ["IMAGE", "Level", "images_of", "levels_of"]
 
 IMAGE = "image"
 """The name of the field of an image that is the root of its Zarr."""

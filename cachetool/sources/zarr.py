@@ -45,7 +45,7 @@ from cachetool.sources.byte_source import Ranges, SourceFile
 from cachetool.sources.flat import unflattened, wants_arrays
 from cachetool.sources.groups import by_groups, too_many
 from cachetool.sources.limits import allowed, check_allocation, quoted
-from cachetool.sources.ome import Level, levels_of
+from cachetool.sources.ome import IMAGE, Level, levels_of
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import NOT_ASKED, reading
 from cachetool.sources.rows import (
@@ -212,7 +212,14 @@ def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
         level = levels.get(path)
         name = level.name if level is not None else path
         if level is not None and level.number != (options.level or 0):
+            if not wants(name):
+                skipped.append((path, NOT_ASKED))
+                continue
             if (options.level or 0) >= level.levels:
+                # Labels are often stored in the full resolution alone.
+                if name != IMAGE:
+                    skipped.append((name, f"it has no level {options.level}, only 0 to {level.levels - 1}"))
+                    continue
                 raise UsageError(
                     f"{file}: --level {options.level}: image {quoted(name)} has the levels 0 to {level.levels - 1}"
                 )

@@ -212,7 +212,7 @@ ROWS = [
     row("blocks", "{}: --edges drop leaves", CUBE, "t.h5 --block 0=9 --edges drop", "--block {(0=6)}", "--block 0=9"),
     row("blocks", "{}: no array has the dim", CUBE, "t.h5 --block z=2", "--block 1=2"),
     row("blocks", "--block names a dimension", labelled, "t.h5 --block 0=2,a=2", "--block a=2"),
-    row("blocks", "{} incomplete blocks", CUBE, "t.h5 --block 0=4 --edges drop --json", "--block 0=4"),
+    row("blocks", "{} at the edges left out", CUBE, "t.h5 --block 0=4 --edges drop --json", "--block 0=4"),
     row("zarr", "level {} of {}; to", ome, "t.zarr --block y=4", "--block y=4 {(--level 1)}"),
     row("zarr", "{}: --level {}: image", ome, "t.zarr --block y=4 --level 2", "--block y=4 --level 1"),
     row("options", "--level is for blocks", ome, "t.zarr --level 1", "--block y=4 --level 1", "--fields 1"),

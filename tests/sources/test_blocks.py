@@ -371,7 +371,7 @@ def test_a_file_that_cachetool_wrote_has_samples_already(tmp_path: Path, format:
         Blocks(next((tmp_path / "o").glob("part*")), tmp_path / "l", block={"0": 4})
 
 
-def write_image(folder: Path, version: int, number: int = 0, *, labels: bool = False) -> Any:
+def write_image(folder: Path, version: int, number: int = 0, *, labels: bool = False, label_levels: int = 2) -> Any:
     """Write an image of OME-Zarr with two levels, and labels if asked for. Return the values of the first level."""
     image = np.random.default_rng(number).integers(0, 2**16, (2, 12, 16), dtype="u2")
     groups = {folder: (image, ["c", "y", "x"])}
@@ -379,13 +379,14 @@ def write_image(folder: Path, version: int, number: int = 0, *, labels: bool = F
         groups[folder / "labels/cells"] = (image[0] % 5, ["y", "x"])
     for path, (array, axes) in groups.items():
         group = zarr.open_group(path, mode="w", zarr_format=version)  # type: ignore[arg-type]
-        for level in range(2):
+        levels = label_levels if path != folder else 2
+        for level in range(levels):
             step = 2**level
             values = array[..., ::step, ::step]
             group.create_array(str(level), shape=values.shape, dtype="u2", chunks=(1, 4, 8)[-array.ndim :])[...] = (
                 values
             )
-        datasets = [{"path": str(level)} for level in range(2)]
+        datasets = [{"path": str(level)} for level in range(levels)]
         scales = [{"axes": [{"name": name, "type": "space"} for name in axes], "datasets": datasets}]
         group.attrs.update({"ome": {"multiscales": scales}} if version == 3 else {"multiscales": scales})
     if labels:
@@ -406,6 +407,15 @@ def test_one_level_of_an_image_and_of_its_labels_is_read(tmp_path: Path, version
     assert np.array_equal(half.samples["i.zarr#y=4"]["image"], image[:, 8::2, ::2])
     with pytest.raises(UsageError, match="has the levels 0 to 1"):
         Blocks(tmp_path / "i.zarr", tmp_path / "c", block={"y": 4}, level=2)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_labels_without_the_level_are_left_out(tmp_path: Path, version: int) -> None:
+    image = write_image(tmp_path / "i.zarr", version, labels=True, label_levels=1)
+    half = Blocks(tmp_path / "i.zarr", tmp_path / "l", block={"y": 4}, level=1)
+    assert half.schema.names == ("image", "__key__")
+    assert np.array_equal(half.samples["i.zarr#y=4"]["image"], image[:, 8::2, ::2])
+    assert "labels/cells: it has no level 1, only 0 to 0" in half.notes
 
 
 @pytest.mark.parametrize("version", [2, 3])

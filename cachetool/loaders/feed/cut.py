@@ -11,6 +11,7 @@ more group, with several positions for each item.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -238,19 +239,30 @@ class Cut:
                 continue
             rng = np.random.default_rng((self._seed % 2**64, self._epoch, code))
             try:
-                rows.append(np.asarray(self._corner(_Sample(self._view, sample, places), rng), dtype=np.int64))
+                given = self._corner(_Sample(self._view, sample, places), rng)
             # Ctrl-C with workers=0. Feeders ignore the signal.
             except KeyboardInterrupt:
                 raise
             # Any error of the user's function, as of a transform.
             except BaseException as error:
                 raise TransformError(f" (sample {sample})", option="corner=") from error
+            rows.append(_corner(given))
         if keep:
             self._kept.update(zip(codes.tolist(), rows, strict=True))
         try:
             return np.stack(rows).reshape(len(rows), -1)
         except ValueError:
             raise UsageError("corner= must return one number for each axis, as many for every sample") from None
+
+
+def _corner(given: object) -> Int64s:
+    """Return the result of the user's function as numbers. Raises :class:`UsageError`."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        values = np.asarray(given)
+        # Whole numbers may come as floats, for example out of a mean that was rounded.
+        if values.dtype.kind in "iuf" and (values == np.rint(values)).all() and (abs(values) < 2**62).all():
+            return values.astype(np.int64)
+    raise UsageError(f"corner= returned {shown(given)}; return one whole number for each axis")
 
 
 class CutChunk:
