@@ -187,9 +187,12 @@ def test_methods_of_a_cache_handle_every_value(cache: CacheDir, places: list[str
         cachetool.open_cache("x", notify=3)  # type: ignore[arg-type]
 
 
-def read(cache: Any, **given: Any) -> None:
+MIXTURE = ["cache", "mix", "epoch_samples", "epoch_of", "weights"]
+
+
+def read(place: Any, /, **given: Any) -> None:
     options = {"batch_size": 4, "workers": 0, "wait": 0.05, **given}
-    with Loader(cache, **options) as loader:
+    with Loader(place, **options) as loader:
         if options["workers"] in (None, 0):
             len(loader)
             list(itertools.islice(loader, 1))
@@ -213,7 +216,8 @@ LOADER = arguments(Loader, "cache_or_paths", "transform", "wait")
 
 def test_loaders_handle_every_value(cache: CacheDir, places: list[str]) -> None:
     attack(lambda **given: read(cache, **given), LOADER, every=9)
-    attack(lambda **given: read(**given), ["cache"], every=9)
+    attack(lambda **given: read(given["place"]), ["place"], every=9)
+    attack(lambda **given: read({"default": 1}, **{"cache": cache, **given}), MIXTURE, every=5)
     attack(lambda **given: at(cache, **given), ["epoch", "set_epoch", "state_behind"], every=9)
 
 
@@ -226,8 +230,9 @@ def test_loaders_handle_every_value_of_every_argument(
     from cachetool.loaders.lightning import CacheDataModule
 
     count = attack(lambda **given: read(cache, **given), [*LOADER, "wait"])
-    count += attack(lambda **given: read(**given), ["cache"])
-    count += attack(lambda **given: read(**given), ["cache"], values=places)
+    count += attack(lambda **given: read(given["place"]), ["place"])
+    count += attack(lambda **given: read(given["place"]), ["place"], values=places)
+    count += attack(lambda **given: read({"default": 1}, **{"cache": cache, **given}), MIXTURE)
     count += attack(lambda **given: at(cache, **given), ["epoch", "set_epoch", "state_behind"])
     count += attack(open_and_look, arguments(cachetool.open_cache, "notify"))
 

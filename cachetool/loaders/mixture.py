@@ -140,6 +140,8 @@ MOST_DRAWS = 2 * _PERIOD
 _WINDOW = 16
 """Least positions that are shuffled together. A ratio within 1 % over each 1,000 draws allows no more than this."""
 _DENOMINATOR = 10**6
+_LONGEST = 2**32
+"""Most samples of an epoch that repeats samples: the numbers of its steps must fit into memory."""
 _SMALL = 2**12
 """Items of a group from which its order is computed by itself: for groups of fewer items one call for all is faster."""
 _APART = 2**64
@@ -246,6 +248,8 @@ def parse_mixture(
     """
     if not is_one_of(mix, ("sample", "batch")):
         raise UsageError(f"mix={shown(mix)} cannot be used; it must be 'sample' or 'batch'")
+    if epoch_samples is not None and epoch_samples > _LONGEST:
+        raise UsageError(f"epoch_samples={epoch_samples} is too large; an epoch has at most {_LONGEST} samples")
     if not isinstance(given, Mapping):
         for name, value in {"cache": cache, "epoch_of": epoch_of}.items():
             if value is not None:
@@ -261,7 +265,8 @@ def parse_mixture(
     if not given:
         raise UsageError("the mixture is empty; name datasets and their weights, such as {'sim': 3, 'obs': 1}")
     names = list(given)
-    if epoch_of is not None and epoch_of not in names:
+    # Types first: comparing an array has no truth value.
+    if epoch_of is not None and not any(type(name) is type(epoch_of) and name == epoch_of for name in names):
         raise UsageError(f"epoch_of={shown(epoch_of)} is no dataset of the mixture, which has {_listed(names)}")
     members = [_member(name, cache, located) for name in names]
     for number, one in enumerate(members):

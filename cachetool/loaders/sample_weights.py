@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -58,10 +58,13 @@ def parse_sample_weights(weights: object) -> SampleWeights | None:
     if weights is None:
         return None
     if isinstance(weights, tuple | list) and len(weights) == 2:
-        keys, values = weights
-        if len(keys) != len(values):
-            raise UsageError(f"sample_weights= has {len(keys)} keys, but {len(values)} weights; give one for each")
-        weights = dict(zip(keys, values, strict=True))
+        keys, values = (list(part) if isinstance(part, Iterable) else None for part in weights)
+        if keys is not None and values is not None:
+            if len(keys) != len(values):
+                raise UsageError(f"sample_weights= has {len(keys)} keys, but {len(values)} weights; give one for each")
+            if unusable := [key for key in keys if not isinstance(key, str | bytes)]:
+                raise UsageError(f"sample_weights= names {shown(unusable[0])}; use the values of __key__")
+            weights = dict(zip(keys, values, strict=True))
     if not isinstance(weights, Mapping) or not weights:
         raise UsageError(
             f"sample_weights={shown(weights)} cannot be used; use a dict of keys and weights, or a pair of keys and"
