@@ -24,7 +24,7 @@ from cachetool.cache.holders import Holder, is_alive
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
-from cachetool.cache.shares import Portion, divided, kept_free, portion_of, portions
+from cachetool.cache.shares import Portion, divided, kept_free, portions
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -166,16 +166,17 @@ def _reserve(
     wanted = asked(connection, layout, need)
     _refuse_small_cap(usage.overhead + usage.listings + wanted, need, cap, advise=room.advise)
     excess = usage.total + wanted - cap
-    portion = portion_of(connection, dataset)
+    shared = portions(connection)
+    portion = None if dataset is None else shared.get(dataset)
     over = 0
     if portion is not None:
         _refuse_small_share(portion, need, advise=room.advise)
         over = portion.used + need - portion.limit
     elif dataset is not None:
         # Shares are kept free. A dataset without one would otherwise fill the cache, and those with one could not grow.
-        shared = sum(each.limit for each in portions(connection))
-        _refuse_small_rest(usage.overhead + usage.listings + wanted, need, cap, shared, advise=room.advise)
-        excess += kept_free(connection)
+        limits = sum(each.limit for each in shared.values())
+        _refuse_small_rest(usage.overhead + usage.listings + wanted, need, cap, limits, advise=room.advise)
+        excess += kept_free(shared)
     # Only this writer's own bytes are added here. Reservations of other writers already take space on the disk, because
     # a writer allocates its complete file first.
     lack = need + floor - layout.free_disk()
@@ -213,7 +214,7 @@ def _reserve(
         missing = max(excess, lack) - int(retiring)
         # A pull without an end evicts only shards that a snapshot contained. Otherwise it downloads for ever and evicts
         # samples that no epoch saw (5.7 GB in nine minutes from 300 samples).
-        own, others = divided(connection, candidates(connection, seen=endless), dataset)
+        own, others = divided(candidates(connection, seen=endless), shared, dataset)
         keep = room.job if room.keep_own else None
         how: dict[str, Any] = {"policy": room.policy, "min_epochs": room.min_epochs, "keep_job": keep}
         victims = list(choose(own, excess=0 if portion is None else over - portion.leaving, **how))

@@ -21,7 +21,7 @@ from cachetool.cache.catalog import Connection, Row
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import candidates, retire
-from cachetool.cache.shares import divided, kept_free, portion_of, portions
+from cachetool.cache.shares import divided, kept_free, portions
 from cachetool.cache.usage import measure
 
 __all__ = ["top_up"]
@@ -39,13 +39,15 @@ def top_up(
     that reads a quarter replaces a quarter as much. A dataset with a share of the cap is renewed by its own snapshots
     alone.
     """
-    portion = portion_of(connection, dataset)
     jobs = connection.execute(
         "SELECT j.id, j.renew, j.policy, j.min_epochs, j.keep_own, j.bytes_wanted, s.dataset"
         " FROM jobs j JOIN sources s ON s.id = j.source"
         " WHERE j.bytes_wanted > 0 ORDER BY j.renew DESC"
     ).fetchall()
-    shared = {each.dataset: each for each in portions(connection)}
+    if not jobs:
+        return current
+    shared = portions(connection)
+    portion = shared.get(dataset)
 
     def waits(job: Row) -> bool:
         """Return True if shards of ``dataset`` may leave for this pull."""
@@ -65,7 +67,7 @@ def top_up(
     else:
         # A share of the bytes that shards may take and not of the whole cap: of a small cap a third may be the
         # catalog's.
-        free, leaving = cap - usage.total - kept_free(connection), usage.retiring + usage.trash
+        free, leaving = cap - usage.total - kept_free(shared), usage.retiring + usage.trash
         of = cap - usage.overhead - usage.listings - sum(each.limit for each in shared.values())
     # Free bytes that are too few for the waiting shard help nobody, so they count as none.
     usable = free if free >= job["bytes_wanted"] else 0
@@ -75,7 +77,7 @@ def top_up(
         return current
     # An epoch must show everything that was there before it began, so only shards that an earlier
     # snapshot contained may retire.
-    own, others = divided(connection, candidates(connection, seen=True), dataset)
+    own, others = divided(candidates(connection, seen=True), shared, dataset)
     shown = others if portion is None else own
     # With `keep_own` the shards that this epoch shows could not retire at the next snapshot either.
     if sparing and not job["keep_own"] and sum(row.bytes for row in shown) < lack:

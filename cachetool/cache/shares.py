@@ -9,14 +9,14 @@ Shares together are at most the whole cap::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cachetool.cache.catalog import Connection
 from cachetool.cache.policies import Candidate
 from cachetool.core.errors import UsageError
 
-__all__ = ["Portion", "divided", "kept_free", "portion_of", "portions", "set_share"]
+__all__ = ["Portion", "divided", "kept_free", "portions", "set_share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +32,26 @@ class Portion:
     """Bytes of its shards that are deleted when their readers end."""
 
 
-def portion_of(connection: Connection, dataset: str | None) -> Portion | None:
-    """Return the portion of a dataset; None if it has no share."""
-    row = connection.execute(
-        "SELECT share, (SELECT max_size FROM cache) FROM datasets WHERE name = ? AND share IS NOT NULL", (dataset,)
-    ).fetchone()
-    if row is None or dataset is None:
-        return None
-    used, leaving = connection.execute(
-        "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes * (state IN ('retiring', 'trash'))), 0) FROM shards"
-        " WHERE dataset = ?",
-        (dataset,),
-    ).fetchone()
-    return Portion(dataset, int(row[0] * row[1]), int(used), int(leaving))
+def portions(connection: Connection) -> dict[str, Portion]:
+    """Return the portions of the datasets that have a share, by their names."""
+    rows = connection.execute(
+        "SELECT d.name, d.share * (SELECT max_size FROM cache), coalesce(sum(s.bytes), 0),"
+        " coalesce(sum(s.bytes * (s.state IN ('retiring', 'trash'))), 0)"
+        " FROM datasets d LEFT JOIN shards s ON s.dataset = d.name WHERE d.share IS NOT NULL GROUP BY d.name"
+    ).fetchall()
+    return {name: Portion(name, int(limit), int(used), int(leaving)) for name, limit, used, leaving in rows}
 
 
-def portions(connection: Connection) -> list[Portion]:
-    """Return the portions of all datasets that have a share."""
-    names = connection.execute("SELECT name FROM datasets WHERE share IS NOT NULL ORDER BY name").fetchall()
-    found = (portion_of(connection, name) for (name,) in names)
-    return [portion for portion in found if portion is not None]
-
-
-def kept_free(connection: Connection) -> int:
+def kept_free(shared: Mapping[str, Portion]) -> int:
     """Return the bytes that datasets with a share may still take, which no other dataset may fill."""
-    return sum(max(0, portion.limit - portion.used) for portion in portions(connection))
+    return sum(max(0, portion.limit - portion.used) for portion in shared.values())
 
 
 def divided(
-    connection: Connection, rows: Sequence[Candidate], dataset: str | None
+    rows: Sequence[Candidate], shared: Mapping[str, Portion], dataset: str | None
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the shards of ``dataset`` if it has a share, and those of the datasets without one: a writer of
     ``dataset`` may evict both."""
-    shared = {portion.dataset for portion in portions(connection)}
     own = [row for row in rows if row.dataset == dataset] if dataset in shared else []
     return own, [row for row in rows if row.dataset not in shared]
 

@@ -83,11 +83,11 @@ class Settings:
         """The fields asked for that datasets have; None for all."""
         if self.fields is None or self.mixture is None:
             return self.fields
-        told = (DATASET,) if self.mixture.members else (WEIGHT,) if self.mixture.sample_weights else ()
-        return tuple(name for name in self.fields if name not in told)
+        extra = (DATASET,) if self.mixture.members else (WEIGHT,) if self.mixture.sample_weights else ()
+        return tuple(name for name in self.fields if name not in extra)
 
     @property
-    def tells_dataset(self) -> bool:
+    def has_dataset_field(self) -> bool:
         """True if a batch tells the dataset of each sample."""
         mixed = self.mixture is not None and bool(self.mixture.members)
         return mixed and self.fields is not None and DATASET in self.fields

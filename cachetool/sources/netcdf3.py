@@ -373,11 +373,8 @@ class _Rows:
         zeros = (0,) * (len(shape) - 1)
         for block in range(0, self.rows, max(1, shape[0])):
             for first, last in self._groups(block, min(block + shape[0], self.rows), self._near(shape[1:])):
-                begin, nbytes = (
-                    self.variable.begin + first * self.stride,
-                    (last - 1 - first) * self.stride + self.nbytes,
-                )
-                yield (first, *zeros), begin, nbytes, ""
+                nbytes = (last - 1 - first) * self.stride + self.nbytes
+                yield (first, *zeros), self.variable.begin + first * self.stride, nbytes, ""
 
     def _box(self, bounds: tuple[slice, ...]) -> Array:
         """Return a box of the variable. Only the bytes from its first to its last element of each row are read."""

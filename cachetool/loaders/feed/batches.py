@@ -113,7 +113,7 @@ def _file(part: ShardFile) -> Path:
 def extra_fields(settings: Settings) -> tuple[Field, ...]:
     """Return the fields that tell how samples were drawn, which stand behind all others."""
     weighted = settings.mixture is not None and settings.mixture.sample_weights
-    dataset = [Field(DATASET, "<i8")] if settings.tells_dataset else []
+    dataset = [Field(DATASET, "<i8")] if settings.has_dataset_field else []
     return (*dataset, *([Field(WEIGHT, "<f4")] if weighted else []))
 
 
@@ -257,7 +257,7 @@ class Maker:
             self._fields = view.schema if fields is None else view.schema.select(fields)
         return self._fields
 
-    def _told(self, schema: Schema) -> Schema:
+    def _extended(self, schema: Schema) -> Schema:
         """Return the fields of a batch with those that tell how samples were drawn: the same object for the same
         ``schema`` object."""
         if not self._extra:
@@ -266,23 +266,23 @@ class Maker:
             self._with_extra = schema, Schema((*schema, *self._extra))
         return self._with_extra[1]
 
-    def _told_of(self, view: View, codes: Int64s) -> dict[str, npt.NDArray[Any]]:
+    def _extra_values(self, view: View, codes: Int64s) -> dict[str, npt.NDArray[Any]]:
         """Return the values of the fields that tell how items were drawn, (k,)."""
-        told: dict[str, npt.NDArray[Any]] = {}
+        found: dict[str, npt.NDArray[Any]] = {}
         if not self._extra:
-            return told
+            return found
         numbers = self._items.of(view)
         samples = numbers.samples(codes)
         for field in self._extra:
             if field.name == DATASET:
                 edges = view.starts[np.cumsum(view.members)]
-                told[DATASET] = np.searchsorted(edges, samples, side="right").astype(np.int64)
+                found[DATASET] = np.searchsorted(edges, samples, side="right").astype(np.int64)
             else:
                 assert numbers.weights is not None
                 assert numbers.ends is not None
                 mean = numbers.ends[-1] / numbers.total
-                told[WEIGHT] = (mean / numbers.weights[samples]).astype(np.float32)
-        return told
+                found[WEIGHT] = (mean / numbers.weights[samples]).astype(np.float32)
+        return found
 
     def make(
         self, plan: EpochPlan, view: View, *, number: int = 0, feeders: int = 1, over: Callable[[], bool]
@@ -325,16 +325,16 @@ class Maker:
                         self._checks.check_once(view, cut.samples(at), stored)
                     if direct:
                         begun = given if layout is None else layout.begin(schema, numbers.samples(at))
-                        self._sink.begin(self._told(begun))
+                        self._sink.begin(self._extended(begun))
                         columns = next(gathered)
                         if layout is not None:
                             columns = layout.complete(columns)
                         elif decoders is not None:
                             columns = self._decoded(plan, view, at, columns, empty=self._sink.values)
-                        for field, values in zip(self._extra, self._told_of(view, at).values(), strict=True):
-                            told = self._sink.values(field, values.shape)
-                            told[...] = values
-                            columns = {**columns, field.name: told}
+                        for field, values in zip(self._extra, self._extra_values(view, at).values(), strict=True):
+                            column = self._sink.values(field, values.shape)
+                            column[...] = values
+                            columns = {**columns, field.name: column}
                     else:
                         columns = self._handed(plan, view, at, Block(schema, next(gathered)))
                     self._sink.commit(plan.generation, step, columns)
@@ -354,7 +354,7 @@ class Maker:
             # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
         if self._extra:
-            block = Block(self._told(block.schema), {**block.columns, **self._told_of(view, indices)})
+            block = Block(self._extended(block.schema), {**block.columns, **self._extra_values(view, indices)})
         if self._transform is not None:
             block = self._transformed(self._transform, plan, view, indices, block)
         else:
@@ -381,7 +381,7 @@ class Maker:
         if (nothing := transform.nothing()) is None:
             other = self._items.of(view).codes(np.zeros(1, dtype=np.int64))
             stored = Schema(tuple(field for field in block.schema if field not in self._extra))
-            one = Block(block.schema, {**self._gathered(view, other, stored), **self._told_of(view, other)})
+            one = Block(block.schema, {**self._gathered(view, other, stored), **self._extra_values(view, other)})
             one = self._unpacked(plan, view, other, one)
             nothing = transform(one, epoch=plan.epoch, indices=other, samples=self._items.of(view).samples(other)).take(
                 []

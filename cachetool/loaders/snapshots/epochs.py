@@ -38,7 +38,7 @@ from cachetool.core.text import shown
 from cachetool.loaders.items import Items
 from cachetool.loaders.mixture import Shares, drawn
 from cachetool.loaders.settings import EpochPlan, Settings, rows, where_dict
-from cachetool.loaders.snapshots.follow import Subscription, subscribe
+from cachetool.loaders.snapshots.follow import Leases, Subscription, subscribe
 from cachetool.loaders.snapshots.mixed import MixedSubscription
 from cachetool.loaders.snapshots.resume import Resume, resumed
 from cachetool.loaders.snapshots.waiting import NotYet, failed_pull, is_pulled, no_dataset, no_samples, require, say
@@ -50,7 +50,7 @@ __all__ = ["EpochSnapshots"]
 @dataclass(frozen=True, slots=True)
 class _EpochSnapshot:
     plan: EpochPlan
-    lease: Subscription
+    lease: Leases
     parts: Sequence[Sequence[Any]]
     """All parts of the epoch as rows, those that it lost too."""
     resume: Resume | None
@@ -69,8 +69,8 @@ class EpochSnapshots:
         self._settings, self._publish = settings, publish
         self._items = Items(settings)
         self._told = False
-        self._free: list[Subscription] = []
-        self._newest: Subscription | None = None
+        self._free: list[Leases] = []
+        self._newest: Leases | None = None
         """The subscription that was asked for a view last."""
         self._view: View | None = None
         # The rows of the view's parts, kept because resuming needs them after the lease has ended.
@@ -300,9 +300,7 @@ class EpochSnapshots:
         self._generation += 1
         return self._generation
 
-    def _take(
-        self, epoch: int, resume: Resume | None, lease: Subscription | None = None, *, ratio: Shares
-    ) -> _EpochSnapshot:
+    def _take(self, epoch: int, resume: Resume | None, lease: Leases | None = None, *, ratio: Shares) -> _EpochSnapshot:
         """Take a snapshot for an epoch. ``lease`` is one of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
@@ -330,7 +328,7 @@ class EpochSnapshots:
             self._done_with(lease, unread=True)
             raise
 
-    def _enough(self, lease: Subscription, epoch: int, ratio: Shares) -> tuple[View, int]:
+    def _enough(self, lease: Leases, epoch: int, ratio: Shares) -> tuple[View, int]:
         """Return the newest view and its number of samples.
 
         A view that leaves the newest shards for the next epoch is used only if it has enough samples.
@@ -426,9 +424,12 @@ class EpochSnapshots:
                 f" in {self._settings.root}, and no pull is running; use other values"
             )
 
-    def _open(self) -> Subscription:
+    def _open(self) -> Leases:
         settings = self._settings
         if settings.mixture is None or not settings.mixture.members:
+            # Files have one view for ever and no lease, so all epochs share a subscription.
+            if settings.paths and self._newest is not None:
+                return self._newest
             return self._opened(settings.root, settings.dataset, settings.paths)
         members: list[Subscription] = []
         try:
@@ -443,9 +444,6 @@ class EpochSnapshots:
         return MixedSubscription(members, settings.mixture, asked)
 
     def _opened(self, root: str, dataset: str | None, paths: Sequence[str]) -> Subscription:
-        # Files have one view for ever and no lease, so all epochs share a subscription.
-        if paths and self._newest is not None and not isinstance(self._newest, MixedSubscription):
-            return self._newest
         if not paths:
             with open_cache(root, create=False) as cache:
                 names = cache.datasets()
@@ -468,7 +466,7 @@ class EpochSnapshots:
         if snapshot is not None:
             self._done_with(snapshot.lease, unread=True)
 
-    def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
+    def _done_with(self, lease: Leases, pace: Delivered | None = None, *, unread: bool = False) -> None:
         """Count an epoch if it counts, and give its lease back.
 
         Failures are printed, because no caller waits for this. If the catalog is lost, the next epoch that begins

@@ -20,11 +20,11 @@ from cachetool.loaders.snapshots.plain_files import located, shards_at
 from cachetool.loaders.snapshots.waiting import wait_for_samples
 from cachetool.loaders.view import View
 
-__all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
+__all__ = ["CacheSubscription", "Leases", "Subscription", "launched_run", "subscribe"]
 
 
-class Subscription(Protocol):
-    """A source of views for a loader."""
+class Leases(Protocol):
+    """The leased views of what a loader reads: one dataset, or those of a mixture."""
 
     def newest(
         self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False,
@@ -43,14 +43,6 @@ class Subscription(Protocol):
         """
         ...
 
-    def now(self) -> View:
-        """Return the current view. Takes no lease."""
-        ...
-
-    def at(self, version: int) -> View:
-        """Return what is left of the view of an earlier version. Takes no lease."""
-        ...
-
     @property
     def spared(self) -> bool:
         """Return True if the leased view leaves shards for the next one."""
@@ -60,7 +52,7 @@ class Subscription(Protocol):
         """Return True if there may be a newer view than this one. Takes no lease."""
         ...
 
-    def share(self, other: Subscription) -> None:
+    def share(self, other: Leases) -> None:
         """Take over the view of another subscription of this dataset, so that its shards are not read again."""
         ...
 
@@ -77,6 +69,18 @@ class Subscription(Protocol):
 
     def close(self) -> None:
         """Give the lease back. May be called twice."""
+        ...
+
+
+class Subscription(Leases, Protocol):
+    """The views of one dataset, also without a lease, for samplers."""
+
+    def now(self) -> View:
+        """Return the current view. Takes no lease."""
+        ...
+
+    def at(self, version: int) -> View:
+        """Return what is left of the view of an earlier version. Takes no lease."""
         ...
 
 
@@ -147,7 +151,7 @@ class CacheSubscription:
             self._view, self._newest_seen = View.of_snapshot(after, self._view), (after.version, after.stamp)
         return self._view
 
-    def share(self, other: Subscription) -> None:
+    def share(self, other: Leases) -> None:
         """Take over the view of another subscription of this dataset, so that its shards are not read again."""
         if other is not self and isinstance(other, CacheSubscription) and other._view is not None:
             self._open()

@@ -1,4 +1,4 @@
-"""One subscription of several datasets, for mixtures: their views one after another, as one view."""
+"""The leases of several datasets, for mixtures: their views one after another, as one view."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.core.text import shown
 from cachetool.loaders.mixture import Mixture
-from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription
+from cachetool.loaders.snapshots.follow import CacheSubscription, Leases, Subscription
 from cachetool.loaders.view import View
 
 __all__ = ["MixedSubscription"]
 
 
 class MixedSubscription:
-    """A :class:`~cachetool.loaders.snapshots.follow.Subscription` of the datasets of a mixture.
+    """The :class:`~cachetool.loaders.snapshots.follow.Leases` of the datasets of a mixture.
 
     ``fields``: the fields that the datasets must have in common; None for all.
     """
@@ -32,7 +32,7 @@ class MixedSubscription:
         self, *, epoch: int | None = None, peek: bool = False, sparing: bool = False, anew: bool = False,
         reads: Sequence[float] = (),
     ) -> View:  # fmt: skip
-        """See :class:`Subscription`."""
+        """See :class:`Leases`."""
         fractions = reads or [1.0] * len(self._members)
         return self._of(
             [
@@ -41,32 +41,24 @@ class MixedSubscription:
             ]
         )
 
-    def now(self) -> View:
-        """See :class:`Subscription`."""
-        return self._of([one.now() for one in self._members])
-
-    def at(self, version: int) -> View:
-        """Raise :class:`NotImplementedError`: the datasets have versions of their own."""
-        raise NotImplementedError
-
     @property
     def spared(self) -> bool:
-        """See :class:`Subscription`."""
+        """See :class:`Leases`."""
         return any(one.spared for one in self._members)
 
     def moved(self, view: View) -> bool:
-        """See :class:`Subscription`."""
+        """See :class:`Leases`."""
         return view is not self._view or any(map(_moved, self._members, self._views))
 
-    def share(self, other: Subscription) -> None:
-        """See :class:`Subscription`."""
+    def share(self, other: Leases) -> None:
+        """See :class:`Leases`."""
         if isinstance(other, MixedSubscription):
             for mine, theirs in zip(self._members, other._members, strict=True):
                 mine.share(theirs)
             self._views, self._view = other._views, other._view
 
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
-        """See :class:`Subscription`. The times of the epoch are noted once in each cache."""
+        """See :class:`Leases`. The times of the epoch are noted once in each cache."""
         told = set[object]()
         for one in self._members:
             root = one.root if isinstance(one, CacheSubscription) else one
@@ -74,11 +66,11 @@ class MixedSubscription:
             told.add(root)
 
     def release(self, *, unread: bool = False) -> None:
-        """See :class:`Subscription`."""
+        """See :class:`Leases`."""
         _each([lambda one=one: one.release(unread=unread) for one in self._members])  # type: ignore[misc]
 
     def close(self) -> None:
-        """See :class:`Subscription`."""
+        """See :class:`Leases`."""
         _each([one.close for one in self._members])
 
     def _of(self, views: Sequence[View]) -> View:
