@@ -6,7 +6,7 @@
       CACHEDIR.TAG       backup tools leave the folder out
       cachetool.json     layout version (a newer one is refused), and the cap for when the catalog is lost
       catalog.sqlite3    the catalog; beside it its journal, and the file that a transaction locks
-      history.json       figures of the past for the report; may be missing
+      history.jsonl      figures of the past for the report; may be missing
       holders/<id>.lock  one per living process
       shards/<id>/       one immutable shard each
       listings/<id>/     listing of a source
@@ -144,8 +144,8 @@ class Layout:
         self.marker_aside = root / "cachetool.json.new"
         self.catalog = root / "catalog.sqlite3"
         self.catalog_asides = tuple(root / f"catalog.sqlite3.new{part}" for part in ("", "-journal", "-lock"))
-        self.history = root / "history.json"
-        self.history_aside = root / "history.json.new"
+        self.history = root / "history.jsonl"
+        self.history_aside = root / "history.jsonl.new"
         self.holders = root / "holders"
         self.shards = root / "shards"
         self.listings = root / "listings"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.core.errors import UsageError
 from cachetool.core.permutation import Permutation
@@ -133,10 +134,12 @@ class Mixture:
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
 
 
-_PERIOD = 2**20
-"""Most draws of a period. Weights are rounded to it: an error of a millionth."""
+_PERIOD = 2**17
+"""Most draws of a period. Weights are rounded to it: an error of less than a hundred-thousandth of all draws."""
 MOST_DRAWS = 2 * _PERIOD
 """Most draws of a period after rounding."""
+_REPEATED = 2**11
+"""Least draws after which the shuffled sequence of groups repeats. It is computed for each epoch."""
 _WINDOW = 16
 """Least positions that are shuffled together. A ratio within 1 % over each 1,000 draws allows no more than this."""
 _DENOMINATOR = 10**6
@@ -357,6 +360,22 @@ def permuted(at: Int64s, sizes: Int64s, *, key: int, of: Sequence[Int64s]) -> In
     return value.astype(np.int64)
 
 
+def _in_windows(groups: Int64s, window: int, keys: npt.NDArray[np.float64]) -> Int64s:
+    """Return the groups shuffled by random ``keys`` within windows, all (k,)."""
+    # The numbers of windows are the whole parts.
+    shuffled: Int64s = groups[np.argsort(keys + np.arange(len(groups)) // window)]
+    return shuffled
+
+
+def _counted(groups: Int64s, count: int) -> Int64s:
+    """Return, for each entry, how many equal ones are before it, (k,); all are below ``count``."""
+    order = np.argsort(groups.astype(np.int32), kind="stable")
+    of_each = np.bincount(groups, minlength=count)
+    numbers = np.empty_like(groups)
+    numbers[order] = np.arange(len(groups)) - np.repeat(np.cumsum(of_each) - of_each, of_each)
+    return numbers
+
+
 class MixedOrder:
     """The order of an epoch that draws from groups: ``order[positions]`` returns the numbers of the items at these
     positions; both int64, (k,).
@@ -388,33 +407,52 @@ class MixedOrder:
         batch: int = 1,
         nbytes: int = 0,
     ) -> None:
-        self._groups, self._ratio, self._seed, self._epoch, self._batch = groups, ratio, seed, epoch, batch
-        self._cells = -(-samples // batch)
-        """Number of draws of the ratio."""
+        self._groups, self._seed, self._batch = groups, seed, batch
         self._shuffle, self._nbytes = shuffle, nbytes
-        self._before = epoch * batch * drawn(ratio, self._cells)
-        """Draws of each group in the epochs before."""
-        self._window = max(_WINDOW, 4 * len(groups))
         self._sizes = np.array([len(group) for group in groups], dtype=np.int64)
         self._key = int.from_bytes(hashlib.sha256(f"cachetool mixture {seed}".encode()).digest()[:8], "little")
         self._orders: dict[tuple[int, int], EpochOrder | Permutation] = {}
-        self._kept: tuple[Int64s, Int64s] | None = None
-        """The windows that were shuffled last, and their cells."""
+        cells = -(-samples // batch)
+        """Number of draws of the ratio."""
+        table = _table(ratio)[0]
+        periods = -(-_REPEATED // len(table))
+        self._turn = periods * len(table)
+        """Draws after which the shuffled sequence of groups repeats."""
+        self._whole, rest = divmod(cells, self._turn)
+        """Number of whole turns of the epoch. What follows is shuffled by itself, because it ends elsewhere."""
+        self._begins = self._turn if self._whole else 0
+        """Where the last turn begins in the following two arrays."""
+        turns = [np.resize(table, self._begins), np.resize(table, rest)]
+        if shuffle != "no":
+            window = max(_WINDOW, 4 * len(groups))
+            keys = uniforms(np.arange(self._begins + rest), 1, of="mixture", seed=seed, epoch=epoch)[:, 0]
+            of_each = np.split(keys, [self._begins])
+            turns = [_in_windows(turn, window, of_turn) for turn, of_turn in zip(turns, of_each, strict=True)]
+        self._of = np.concatenate(turns)
+        """Group of each draw of a turn, and of each draw of the last one."""
+        self._number = np.concatenate([_counted(turn, len(groups)) for turn in turns])
+        """Number of each of these draws among those of its group."""
+        self._each = periods * np.array(ratio, dtype=np.int64)
+        """Draws of each group in a turn."""
+        self._before = epoch * batch * drawn(ratio, cells)
+        """Draws of each group in the epochs before."""
 
     def __getitem__(self, positions: Int64s) -> Int64s:
         cells = positions if self._batch == 1 else positions // self._batch
-        table_groups, table_draws = _table(self._ratio)
-        periods, at = np.divmod(cells if self._shuffle == "no" else self._mixed(cells), len(table_groups))
-        groups = table_groups[at]
-        draws = periods * np.array(self._ratio, dtype=np.int64)[groups] + table_draws[at]
+        turns, at = np.divmod(cells, self._turn)
+        at += self._begins * (turns == self._whole)
+        groups = self._of[at]
+        draws = self._number[at] + turns * self._each[groups]
         if self._batch > 1:
             draws = draws * self._batch + positions % self._batch
-        passes, within = np.divmod(draws + self._before[groups], self._sizes[groups])
-        if self._shuffle == "full" and len(small := np.flatnonzero(self._sizes[groups] < _SMALL)):
+        draws += self._before[groups]
+        sizes = self._sizes[groups]
+        passes, within = np.divmod(draws, sizes)
+        if self._shuffle == "full" and len(small := np.flatnonzero(sizes < _SMALL)):
             few = groups[small]
-            within[small] = permuted(within[small], self._sizes[few], key=self._key, of=(few, passes[small]))
+            within[small] = permuted(within[small], sizes[small], key=self._key, of=(few, passes[small]))
         out = np.empty_like(positions)
-        for group in np.unique(groups).tolist():
+        for group in np.flatnonzero(np.bincount(groups)).tolist():
             here, items = np.flatnonzero(groups == group), self._groups[group]
             those = within[here]
             if self._shuffle == "window" or (self._shuffle == "full" and len(items) >= _SMALL):
@@ -422,30 +460,11 @@ class MixedOrder:
             out[here] = those + items.start if isinstance(items, range) else items[those]
         return out
 
-    def _mixed(self, cells: Int64s) -> Int64s:
-        """Return the cells shuffled within windows, but those of a group in their order: a pass ends before the next
-        one begins. The last window has fewer cells than the others.
-        """
-        windows, of = np.unique(cells // self._window, return_inverse=True)
-        # With many groups a window is larger than what is asked for at a time.
-        if self._kept is None or not np.array_equal(self._kept[0], windows):
-            all_cells = windows[:, None] * self._window + np.arange(self._window)
-            keys = uniforms(all_cells.reshape(-1), 1, of="mixture", seed=self._seed, epoch=self._epoch)
-            keys = keys.reshape(all_cells.shape)
-            keys[all_cells >= self._cells] = 2.0
-            table = _table(self._ratio)[0]
-            groups = table[all_cells % len(table)]
-            shuffled = np.take_along_axis(groups, np.argsort(keys, axis=1, kind="stable"), axis=1)
-            within = np.empty_like(all_cells)
-            # The j-th place of a group in the shuffled window gets the j-th cell of the group.
-            places = np.argsort(shuffled, axis=1, kind="stable")
-            np.put_along_axis(within, places, np.argsort(groups, axis=1, kind="stable"), axis=1)
-            self._kept = windows, within
-        mixed: Int64s = windows[of] * self._window + self._kept[1][of, cells % self._window]
-        return mixed
-
     def _ordered(self, group: int, passes: Int64s, at: Int64s) -> Int64s:
         """Return the items at these places of the orders of one group, of one pass or several."""
+        first, last = int(passes.min()), int(passes.max())
+        if first == last:
+            return self._order(group, first)[at]
         out = np.empty_like(at)
         for number in np.unique(passes).tolist():
             here = np.flatnonzero(passes == number)

@@ -137,8 +137,23 @@ def test_a_damaged_history_file_counts_as_empty_and_is_replaced(cache: CacheDir,
     put(50_000)
     cache.layout.history.write_text(bad)
     assert history_of(cache.layout) == history.History([], [])
+    # The next point writes it anew, and one is due.
+    os.utime(cache.layout.history, (0, 0))
     epoch(cache)
     assert len(history_of(cache.layout).epochs) == 1
+
+
+def test_epochs_are_appended_and_a_line_that_a_full_disk_cut_off_is_left_out(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    before = cache.layout.history.stat()
+    epoch(cache)
+    with cache.layout.history.open("ab") as file:
+        file.write(b'\n{"ended": 17')
+    os.utime(cache.layout.history, ns=(before.st_atime_ns, before.st_mtime_ns))
+    epoch(cache, run="job")
+    after = cache.layout.history.stat()
+    assert [row["run"] for row in history_of(cache.layout).epochs] == [None, "job"]
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "no new file, time of the point"
 
 
 def test_invalid_rows_are_left_out(cache: CacheDir, put: Put) -> None:
@@ -178,6 +193,8 @@ def test_temporary_files_of_dead_processes_are_removed_and_those_of_living_ones_
     with aside.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         cache.recover()
+        # A point is due, which would write the file anew.
+        os.utime(cache.layout.history, (0, 0))
         epoch(cache)
         assert aside.exists()
     assert len(history_of(cache.layout).epochs) == 1

@@ -133,7 +133,7 @@ def disk_of(folder: Path, kind: str, size: int) -> Iterator[Path]:
 def catalog_bytes(root: Path) -> int:
     """Return the bytes of the catalog, its journal and the history on the disk."""
     total = 0
-    for name in ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new"):
+    for name in ("catalog.sqlite3", "catalog.sqlite3-journal", "history.jsonl", "history.jsonl.new"):
         with contextlib.suppress(FileNotFoundError):
             total += (root / name).stat().st_blocks * 512
     return total

@@ -234,7 +234,7 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
     names = {
         "CACHEDIR.TAG",
         "cachetool.json",
-        "history.json",
+        "history.jsonl",
         *(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock")),
     }
     assert set(os.listdir(root)) - {"holders", "shards", "listings"} <= names, "left over in the cache"

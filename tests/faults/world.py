@@ -254,7 +254,7 @@ def watch_disk(root: str, *, told: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     with contextlib.suppress(PermissionError):
         os.nice(-19)  # the observer must not wait for the observed processes
-    names = ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new")
+    names = ("catalog.sqlite3", "catalog.sqlite3-journal", "history.jsonl", "history.jsonl.new")
 
     def left_out() -> int:
         total = 0
@@ -414,7 +414,7 @@ class Oracle:
         assert set(os.listdir(cache.layout.shards)) == ids
         assert set(os.listdir(cache.layout.holders)) <= {f"{cache.holder.id}.lock"}
         assert set(os.listdir(cache.layout.listings)) <= {SOURCE.id, f"{SOURCE.id}.json"}
-        names = {"CACHEDIR.TAG", "cachetool.json", "history.json", "history.json.new"}
+        names = {"CACHEDIR.TAG", "cachetool.json", "history.jsonl", "history.jsonl.new"}
         names |= {*(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock"))}
         assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
 
