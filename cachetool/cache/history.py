@@ -8,8 +8,8 @@
 
 Only the report reads this file. It is written after a transaction that commits, deletes or counts an epoch; if writing
 fails, only a point or an epoch is lost. An epoch is appended, because writing the whole file takes 5 ms, as long as ten
-batches. A point writes the file anew. Points come at most once a second, and less often the older the cache is. Points also come
-where a pull begins or ends and where an eviction ends, so the pause between two pulls is shown. Beyond
+batches. A point writes the file anew. Points come at most once a second, and less often the older the cache is. Points
+also come where a pull begins or ends and where an eviction ends, so the pause between two pulls is shown. Beyond
 :data:`MOST_POINTS` the point that is missed least is dropped: a year is told evenly and the last hour in detail.
 """
 
@@ -220,7 +220,7 @@ def write(
 
 
 def _is_appended(layout: Layout, epoch: dict[str, Any] | None) -> bool:
-    """Append an epoch to the file, and return True, unless there is no file or no room in it."""
+    """Append an epoch to the file, and return True, unless there is no file, or it would grow too large."""
     # The end of a line is written first: it ends a line that a full disk cut off.
     line = b"\n" + json.dumps(epoch, separators=(",", ":")).encode()
     with contextlib.suppress(OSError):

@@ -419,9 +419,9 @@ class MixedOrder:
         self._turn = periods * len(table)
         """Draws after which the shuffled sequence of groups repeats."""
         self._whole, rest = divmod(cells, self._turn)
-        """Number of whole turns of the epoch. What follows is shuffled by itself, because it ends elsewhere."""
+        """Number of whole turns of the epoch. What follows is shuffled by itself, because it is shorter."""
         self._begins = self._turn if self._whole else 0
-        """Where the last turn begins in the following two arrays."""
+        """Index of the last turn in the following two arrays."""
         turns = [np.resize(table, self._begins), np.resize(table, rest)]
         if shuffle != "no":
             window = max(_WINDOW, 4 * len(groups))

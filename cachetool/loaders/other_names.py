@@ -54,18 +54,12 @@ OF_DATASETS: Mapping[str, str] = {
 """Arguments of loaders, each with the answer that a dataset for a ``DataLoader`` gives."""
 _RAGGED = "a ragged field is a tf.RaggedTensor, which"
 OF_TENSORFLOW: Mapping[str, str] = {
-    "decode": "decode in TensorFlow: dataset.map(...) with tf.io.decode_jpeg, or give the batches of"
-    " cachetool.loaders.numpy.Loader with decode= to the trainer",
     "pad": f"{_RAGGED} dataset.map() pads with .to_tensor(default_value=0)",
     "varlen": f"{_RAGGED} has .flat_values and .row_splits",
-    **dict.fromkeys(_CROPS, "give the batches of cachetool.loaders.numpy.Loader with crop= to the trainer"),
-    "offsets": "give the batches of cachetool.loaders.numpy.Loader with offsets= to the trainer",
-    **{
-        name: "mix datasets with tf.data.Dataset.sample_from_datasets(), or give the batches of"
-        f" cachetool.loaders.numpy.Loader with {name}= to the trainer"
-        for name in _RATIOS
-        if name != "cache"
-    },
+    **dict.fromkeys(
+        ("decode", "offsets", *_CROPS, *_RATIOS),
+        "give it to cachetool.loaders.numpy.Loader, and the loader to make_dataset()",
+    ),
 }
 """Arguments of loaders, each with the answer that a dataset of TensorFlow gives."""
 

@@ -30,7 +30,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,12 +46,15 @@ from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
 from cachetool.formats.tfrecord import is_gzip
+from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.order import order
 from cachetool.loaders.other_names import OF_TENSORFLOW, answering
 from cachetool.loaders.selection import Selection, WhereOption, parse_where
 from cachetool.loaders.settings import Where, where_dict
 from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription, beside, subscribe
 from cachetool.loaders.split import parse_split
+from cachetool.loaders.tensorflow_loader import Batches, batches_of
 from cachetool.loaders.view import ShardFile, View
 
 try:
@@ -196,9 +199,9 @@ def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
 
 @answering(OF_TENSORFLOW)
 def make_dataset(
-    cache: CacheDir | str | Path,
+    cache: CacheDir | str | Path | Batches,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     shuffle_buffer: int = 0,
     fields: Sequence[str] | None = None,
     dataset: str | None = None,
@@ -211,16 +214,21 @@ def make_dataset(
     where: WhereOption | None = None,
     as_supervised: Sequence[Any] | None = None,
 ) -> tf.data.Dataset:
-    """Return a ``tf.data.Dataset`` of batches over the TFRecord shards of a cache.
+    """Return a ``tf.data.Dataset`` of batches over the TFRecord shards of a cache, or of the batches of a loader.
 
     Each iteration over the dataset, and each turn of ``repeat``, takes a new snapshot, so the dataset grows with the
     cache. TensorFlow does not know its length, and Keras keeps the number of batches of the first epoch: to train on a
     growing cache whole, give ``repeat=True`` here and ``steps_per_epoch`` to ``model.fit``. TensorFlow's autotuning is
     off, also for what is built on the dataset; options of your own may switch it on.
 
+    A loader gives a dataset all that loaders have: mixtures, shards of any format, ``crop``, ``pad``, ranks, and a
+    state in the middle of an epoch. Then only ``repeat`` and ``as_supervised`` can be given here.
+
     Args:
-        cache: An open cache, the folder of a cache, or a folder that ``cachetool convert --out`` wrote.
-        batch_size: Most samples in one batch; 1 or more.
+        cache: An open cache, the folder of a cache, or a folder that ``cachetool convert --out`` wrote. Or a
+            :class:`cachetool.loaders.numpy.Loader`, or its ``epochs_of(steps=N)``, whose number of steps TensorFlow
+            then knows.
+        batch_size: Most samples in one batch; 1 or more. Needed without a loader.
         shuffle_buffer: Records in the shuffle buffer; files are shuffled too. 0: the oldest samples first. Default: 0.
         fields: Names of the fields of an element, in this order. Default: all fields, or those of ``as_supervised``.
         dataset: Name of the dataset of the cache. Default: ``"default"``, or the only dataset.
@@ -244,9 +252,10 @@ def make_dataset(
         dimensions as the array has for a ragged field. ``datetime64`` and ``timedelta64`` become int64.
 
     Raises:
-        UsageError: There is no such cache, dataset or field; the shards have another format than TFRecord (convert them
-            with ``cachetool convert --to tfrecord``); or an argument cannot be used. An epoch ends with an error when
-            the dataset was emptied, has other fields, or has less than one batch with ``drop_remainder``.
+        UsageError: The loader has no batch, or makes tensors of PyTorch. Without a loader: there is no such cache,
+            dataset or field; the shards have another format than TFRecord (convert them with ``cachetool convert --to
+            tfrecord``); or an argument cannot be used. An epoch ends with an error when the dataset was emptied, has
+            other fields, or has less than one batch with ``drop_remainder``.
 
     Example:
         >>> from cachetool.loaders.tensorflow import make_dataset
@@ -256,11 +265,25 @@ def make_dataset(
         >>> volumes.shape
         TensorShape([8, 16, 16, 16])
     """
+    repeat, drop_remainder = parse_flag(repeat, what="repeat="), parse_flag(drop_remainder, what="drop_remainder=")
+    if isinstance(cache, BaseLoader | FixedEpochs):
+        _alone(
+            batch_size=batch_size, shuffle_buffer=shuffle_buffer, fields=fields, dataset=dataset, seed=seed,
+            drop_remainder=drop_remainder, run=run, split=split, validation=validation, where=where,
+        )  # fmt: skip
+        names = None if as_supervised is None else _parse_supervised(as_supervised)
+        return batches_of(cache, repeat=repeat, element=_as_written(functools.partial(_element, names=names)))
+    if isinstance(cache, Mapping):
+        raise UsageError(
+            "a mixture of datasets needs a loader: make_dataset(Loader({...}, batch_size=...)) with the Loader of"
+            " cachetool.loaders.numpy"
+        )
+    if batch_size is None:
+        raise UsageError("batch_size= is missing; give the number of samples of a batch")
     batch_size = parse_whole(batch_size, what="batch_size=", least=1)
     shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=", least=0)
     seed = None if seed is None else parse_whole(seed, what="seed=")
     share, where_values = parse_split(split, validation), parse_where(where)
-    repeat, drop_remainder = parse_flag(repeat, what="repeat="), parse_flag(drop_remainder, what="drop_remainder=")
     run = None if run is None else parse_text(run, what="run=")
     chosen = None if split is None and where_values is None else Selection(split, share, where_values)
     subscription = subscribe(cache, dataset=dataset, run=run)
@@ -286,6 +309,13 @@ def make_dataset(
     epoch = functools.partial(_epoch, subscription, first.schema, itertools.count(), options)
     epochs = tf.data.Dataset.from_generator(epoch, output_signature=signature)
     return _tuned(_batches(epochs, first.schema, schema, size, options), repeat=repeat)
+
+
+def _alone(**options: object) -> None:
+    """Refuse options that a loader has itself. Raises :class:`UsageError`."""
+    for name, value in options.items():
+        if value not in (None, 0, False):
+            raise UsageError(f"{name}={shown(value)} belongs to the loader that make_dataset() is given; use it there")
 
 
 def _parse_supervised(names: Any) -> tuple[Any, ...]:
@@ -320,6 +350,9 @@ def _element(batch: dict[str, Any], names: tuple[Any, ...] | None) -> Any:
     """Return a batch unchanged, or as the tuple that ``as_supervised`` names."""
     if names is None:
         return batch
+    for name in tf.nest.flatten(names):
+        if name not in batch:
+            raise UsageError(f"as_supervised= names field {shown(name)}; a batch has {', '.join(batch)}")
     return tuple(batch[part] if isinstance(part, str) else tuple(batch[name] for name in part) for part in names)
 
 

@@ -49,7 +49,7 @@ def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
     assert seen["user's seed"] == [True, True]  # neither used nor changed
     assert seen["epochs"] == [False, True]
     assert "have changed; call make_dataset() again" in seen["other fields"]
-    assert "is not an argument here: decode in TensorFlow: dataset.map(...)" in seen["decode"]
+    assert "is not an argument here: give it to cachetool.loaders.numpy.Loader, and the loader" in seen["decode"]
     assert seen["one file"] == [False, False, False, 300, 300]
 
 
