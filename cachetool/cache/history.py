@@ -16,6 +16,7 @@ also come where a pull begins or ends and where an eviction ends, so the pause b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -69,6 +70,10 @@ class Delivered(NamedTuple):
     """Seconds of these waits and of the wait for the epoch to begin."""
     samples: int | None = None
     """Samples read of the snapshot, if not all were read: one side of a split, or a selection."""
+    causes: dict[str, float] | None = None
+    """Seconds of the waits by cause, with the names of :data:`cachetool.core.causes.CAUSES`."""
+    longest: Sequence[float] | None = None
+    """Seconds of a wait that 50, 95 and 99 % of the waits do not exceed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,14 @@ class History:
     far)."""
     epochs: list[dict[str, Any]]
     """Rows with ended, dataset, run, epoch, shards, samples, bytes, seconds; from loaders that count them also batches,
-    waits, waited. ``new`` counts the samples of shards that no epoch had read before; None in rows of earlier versions.
+    waits, waited, causes, longest. ``new`` counts the samples of shards that no epoch had read before, ``pid`` is the
+    process that had the lease.
+    """
+    running: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Such rows of epochs that were under way when they were written, the newest of each process, without samples and
+    bytes."""
+    pulls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The newest row of each pull: at, url, dataset, pid, samples, bytes, seconds, retries, causes.
     """
 
 
@@ -156,14 +168,35 @@ def epoch_row(connection: Connection, lease: int | None, delivered: Delivered | 
     The seconds come from the loader, or else from the time since the snapshot was taken.
     """
     now = time.time()
-    about = connection.execute("SELECT run, epoch, taken FROM leases WHERE id = ?", (lease,)).fetchone()
+    about = connection.execute(
+        "SELECT run, epoch, taken, pid FROM leases JOIN holders ON holders.id = holder WHERE leases.id = ?", (lease,)
+    ).fetchone()
     row: dict[str, Any] = {**dict.fromkeys(_EPOCH), "ended": now, **read}
     if about is not None:
         row |= {"run": about["run"], "epoch": about["epoch"], "seconds": max(0.0, now - about["taken"])}
-    # The loader's number of samples is already part of `read`.
+        row |= {"pid": about["pid"]}
     if delivered is not None:
-        row |= {name: value for name, value in delivered._asdict().items() if name != "samples"}
+        row |= _told(delivered)
     return row
+
+
+def write_running(layout: Layout, delivered: Delivered, *, dataset: str, pid: int, epoch: int) -> None:
+    """Write the figures so far of an epoch that is under way. They are dropped if that fails."""
+    about = {"ended": time.time(), "dataset": dataset, "pid": pid, "epoch": epoch, "running": True}
+    write(layout, epoch={**dict.fromkeys(_EPOCH), **_told(delivered), **about, "shards": 0, "samples": 0, "bytes": 0})
+
+
+def write_pull(layout: Layout, **about: Any) -> None:
+    """Write the figures so far of a pull that runs. They are dropped if that fails.
+
+    ``about``: url, dataset, pid, samples, bytes, seconds, retries, causes (seconds by step).
+    """
+    write(layout, epoch={"pull": {"at": time.time(), **about}})
+
+
+def _told(delivered: Delivered) -> dict[str, Any]:
+    """Return what a loader counted, but for the number of samples, which is a part of the row already."""
+    return {name: value for name, value in delivered._asdict().items() if name != "samples"}
 
 
 def edged(catalog: Catalog, layout: Layout, work: Callable[[Connection], T]) -> T:
@@ -184,8 +217,6 @@ def write(
     process writes it at this moment."""
     if point is None and epoch is None:
         return
-    if point is None and _is_appended(layout, epoch):
-        return
     with contextlib.suppress(CacheToolError, OSError, ValueError):
         try:
             file = new_file(layout.history_aside)
@@ -202,6 +233,9 @@ def write(
             if not os.fstat(file.fileno()).st_nlink:
                 return
             try:
+                if point is None and _is_appended(layout, epoch):
+                    layout.remove(layout.history_aside)
+                    return
                 history = _loaded(layout)
                 if point is not None:
                     _add_point(history.points, point, edge=edge)
@@ -219,16 +253,24 @@ def write(
                 raise
 
 
+_BEGIN = b'{"points":['
+"""The first bytes of the file."""
+
+
 def _is_appended(layout: Layout, epoch: dict[str, Any] | None) -> bool:
-    """Append an epoch to the file, and return True, unless there is no file, or it would grow too large."""
+    """Append an epoch to the file, and return True, unless there is no such file, or it would grow too large.
+
+    The caller holds the lock of those who write.
+    """
     # The end of a line is written first: it ends a line that a full disk cut off.
     line = b"\n" + json.dumps(epoch, separators=(",", ":")).encode()
     with contextlib.suppress(OSError):
-        fd = os.open(layout.history, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(layout.history, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             about = os.fstat(fd)
-            if stat.S_ISREG(about.st_mode) and 0 < about.st_size <= HISTORY_LIMIT - len(line):
-                os.write(fd, line)
+            # A file of other contents is replaced.
+            fits = stat.S_ISREG(about.st_mode) and about.st_size <= HISTORY_LIMIT - len(line)
+            if fits and os.pread(fd, len(_BEGIN), 0) == _BEGIN and os.write(fd, line) == len(line):
                 # `due_point` reads the time of the newest point here.
                 os.utime(fd, ns=(about.st_atime_ns, about.st_mtime_ns))
                 return True
@@ -262,7 +304,8 @@ def _bytes(history: History) -> bytes:
     """Return the bytes of the file, with as many of the newest epochs as fit into its limit."""
     epochs = history.epochs[-MOST_EPOCHS:]
     while True:
-        value = {"points": history.points[-MOST_POINTS:], "epochs": epochs}
+        newest = [*history.running, *({"pull": pull} for pull in history.pulls[-_MOST_PULLS:])]
+        value = {"points": history.points[-MOST_POINTS:], "epochs": [*epochs, *newest]}
         raw = json.dumps(value, separators=(",", ":")).encode()
         if len(raw) <= HISTORY_LIMIT:
             return raw
@@ -287,7 +330,10 @@ def history_of(layout: Layout, *, dataset: str | None = None) -> History:
         history = _read(layout)
     except (OSError, ValueError):
         return History([], [])
-    return History(history.points, [row for row in history.epochs if dataset in (None, row["dataset"])])
+    epochs, running = (
+        [row for row in rows if dataset in (None, row["dataset"])] for rows in (history.epochs, history.running)
+    )
+    return History(history.points, epochs, running, history.pulls)
 
 
 _POINT = ("at", "used", "max_size", "shards", "samples", "fetched", "served")
@@ -295,6 +341,11 @@ _EPOCH = (
     *("ended", "dataset", "run", "epoch", "shards", "samples", "bytes", "seconds"),
     *("batches", "waits", "waited"),
 )
+_MORE = ("new", "causes", "longest", "pid", "running")
+_PULL = ("at", "pid", "samples", "bytes", "seconds", "retries")
+_MOST_PULLS = 20
+_CAUSES, _LONGEST = 32, 3
+"""Most causes of a row, and how many waits :attr:`Delivered.longest` has."""
 
 
 def _read(layout: Layout) -> History:
@@ -317,15 +368,27 @@ def _read(layout: Layout) -> History:
     points = [
         {**{name: row[name] for name in _POINT}, "evicted": row["evicted"]} for row in points if _point_is_sound(row)
     ]
-    epochs = [{**{name: row[name] for name in _EPOCH}, "new": row.get("new")} for row in epochs if _epoch_is_sound(row)]
-    return History(sorted(points, key=lambda row: float(row["at"])), epochs[-MOST_EPOCHS:])
+    pulls = {row["pull"]["pid"]: row["pull"] for row in epochs if _pull_is_sound(row)}
+    epochs = [
+        {
+            **{name: row[name] for name in _EPOCH},
+            **{name: row.get(name) for name in _MORE},
+        }
+        for row in epochs
+        if _epoch_is_sound(row)
+    ]
+    # The newest row of a process tells whether an epoch of it is under way.
+    newest = {row["pid"]: row for row in epochs if row["pid"] is not None}
+    running = [row for row in newest.values() if row["running"]]
+    ended = [{name: row[name] for name in row if name != "running"} for row in epochs if not row["running"]]
+    return History(sorted(points, key=lambda row: float(row["at"])), ended[-MOST_EPOCHS:], running, [*pulls.values()])
 
 
 def _row(line: bytes) -> object:
     """Return the row of a line; None for one that was not written whole."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -336,13 +399,32 @@ def _point_is_sound(row: object) -> bool:
     return isinstance(evicted, dict) and all(_is_number(value) for value in evicted.values())
 
 
+def _pull_is_sound(row: object) -> bool:
+    pull = row.get("pull") if isinstance(row, dict) else None
+    if not isinstance(pull, dict) or pull.keys() != {*_PULL, "url", "dataset", "causes"}:
+        return False
+    causes = pull["causes"]
+    if not isinstance(causes, dict) or len(causes) > _CAUSES or not all(map(_is_number, causes.values())):
+        return False
+    return isinstance(pull["url"], str) and isinstance(pull["dataset"], str) and all(_is_number(pull[n]) for n in _PULL)
+
+
 def _epoch_is_sound(row: object) -> bool:
     if not isinstance(row, dict) or not row.keys() >= set(_EPOCH) or row["ended"] is None:
         return False
     names = ("dataset", "run")
     numbers = [row[name] for name in _EPOCH if name not in names]
+    causes, longest = row.get("causes"), row.get("longest")
+    if causes is not None:
+        if not isinstance(causes, dict) or len(causes) > _CAUSES:
+            return False
+        numbers += causes.values()
+    if longest is not None:
+        if not isinstance(longest, list) or len(longest) != _LONGEST:
+            return False
+        numbers += longest
     return all(isinstance(row[name], str | None) for name in names) and all(
-        value is None or _is_number(value) for value in (*numbers, row.get("new"))
+        value is None or _is_number(value) for value in (*numbers, row.get("new"), row.get("pid"))
     )
 
 

@@ -84,9 +84,14 @@ def top_up(
         older = _holding_back(connection, dataset, job["renew"], lack)
         if older is not None:
             return older
-    ready = connection.execute(
-        "SELECT count(*) FROM shards WHERE state = 'ready' AND (NOT ? OR dataset = ?)", (portion is not None, dataset)
-    ).fetchone()[0]
+    # Of a dataset with a share its own shards are counted, otherwise those of the datasets without one.
+    ready = sum(
+        row["count"]
+        for row in connection.execute(
+            "SELECT dataset, count(*) AS count FROM shards WHERE state = 'ready' GROUP BY dataset"
+        )
+        if (row["dataset"] == dataset if portion is not None else row["dataset"] not in shared)
+    )
     victims = choose(
         shown,
         excess=lack,

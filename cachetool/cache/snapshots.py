@@ -269,6 +269,16 @@ class Snapshot:
         epoch, point = self._count(delivered)
         history.write(self._layout, epoch=epoch, point=point)
 
+    def under_way(self, delivered: Delivered, *, epoch: int) -> None:
+        """Note the waits of an epoch that has not ended, for reports on running trainings.
+
+        Args:
+            delivered: The figures so far.
+            epoch: Number of the epoch.
+        """
+        if self._own:
+            history.write_running(self._layout, delivered, dataset=self.dataset, pid=self._holder.pid, epoch=epoch)
+
     def _count(self, delivered: Delivered | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Count an epoch in one transaction. Return its row of the history, and a point if one is due."""
         with self._catalog.write() as connection:

@@ -17,16 +17,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, positions_done, reopened, source_row
+from cachetool.cache.history import History, history_of
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
 from cachetool.cache.values import schema_of
+from cachetool.core.causes import main_cause, pull_sentence, sentence
 
 __all__ = [
     "ALL_THERE",
@@ -255,6 +257,13 @@ class Stats:
     """Living processes that use the cache, without this one: pid, host, what, started."""
     leases: list[dict[str, Any]]
     """One row a lease: pid, what, run, epoch, version, dataset, taken."""
+    trainers: list[dict[str, Any]]
+    """One row a running training program, with the waits of its present or its last epoch: pid, what, dataset, epoch,
+    running (the epoch has not ended), seconds, batches, waits, waited, longest (50, 95 and 99 % of the waits are
+    shorter), causes (seconds by cause), cause (the main one, or None), sentence."""
+    pulling: list[dict[str, Any]]
+    """One row a pull that runs: pid, url, dataset, at (of these figures), samples, bytes, seconds, retries, causes
+    (seconds of its workers by step), sentence."""
     missing: list[dict[str, Any]]
     """Draws whose samples were damaged and which the next pull fetches again: the fields of
     :class:`cachetool.cache.draws.Reopened`."""
@@ -316,6 +325,21 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         served = numbers["served"] if dataset is None else connection.execute(of_dataset, (dataset,)).fetchone()[0]
         # A dead process stays in the tables until the next recovery; its rows are not shown.
         gone = dead_holders(connection, layout.holders)
+        leases = [
+            {name: row[name] for name in ("pid", "what", "run", "epoch", "version", "dataset", "taken")}
+            for row in connection.execute(
+                f"SELECT h.pid, h.what, l.* FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET}"
+                " ORDER BY l.taken",
+                wanted,
+            )
+            if row["holder"] not in gone
+        ]
+        holders = [
+            {name: row[name] for name in ("pid", "host", "what", "started")}
+            for row in connection.execute("SELECT * FROM holders ORDER BY started")
+            if row["id"] not in gone and not is_ours(row["id"])
+        ]
+        told = history_of(layout, dataset=dataset)
         return Stats(
             root=str(layout.root),
             version=numbers["version"],
@@ -338,19 +362,13 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             pulls=[
                 state.as_dict() for state in pull_states(connection, layout, dataset=dataset) if state.phase != STOPPED
             ],
-            holders=[
-                {name: row[name] for name in ("pid", "host", "what", "started")}
-                for row in connection.execute("SELECT * FROM holders ORDER BY started")
-                if row["id"] not in gone and not is_ours(row["id"])
-            ],
-            leases=[
-                {name: row[name] for name in ("pid", "what", "run", "epoch", "version", "dataset", "taken")}
-                for row in connection.execute(
-                    "SELECT h.pid, h.what, l.*"
-                    f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
-                    wanted,
-                )
-                if row["holder"] not in gone
+            holders=holders,
+            leases=leases,
+            trainers=_trainers(leases, told),
+            pulling=[
+                {**row, "sentence": pull_sentence(row["causes"], row["bytes"], row["seconds"])}
+                for row in told.pulls
+                if dataset in (None, row["dataset"]) and any(row["pid"] == holder["pid"] for holder in holders)
             ],
             missing=[asdict(draws) for draws in reopened(connection) if dataset in (None, draws.dataset)],
             evicted=sum(row["shards"] for row in evictions),
@@ -361,6 +379,23 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             errors=[dict(row) for row in errors],
             events=[dict(row) for row in events],
         )
+
+
+def _trainers(leases: Sequence[Mapping[str, Any]], history: History) -> list[dict[str, Any]]:
+    """Return a row for each process that reads and has told its waits."""
+    newest = {row["pid"]: row for row in [*history.epochs, *history.running] if row["causes"] is not None}
+    return [
+        {"pid": pid, "what": what}
+        | {name: newest[pid][name] for name in _OF_TRAINER}
+        | {"running": any(row["pid"] == pid for row in history.running)}
+        | {"cause": main_cause(causes, seconds), "sentence": sentence(causes, seconds)}
+        for pid, what in {row["pid"]: row["what"] for row in leases}.items()
+        if pid in newest
+        for causes, seconds in ((newest[pid]["causes"], newest[pid]["seconds"] or 0.0),)
+    ]
+
+
+_OF_TRAINER = ("dataset", "epoch", "seconds", "batches", "waits", "waited", "longest", "causes")
 
 
 def _gone(connection: Connection, layout: Layout, dataset: str | None) -> int:

@@ -26,7 +26,7 @@ from cachetool.proc.disk import known_error
 
 __all__ = ["VERBS", "program", "run"]
 
-VERBS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "bench", "demo")
+VERBS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "metrics", "bench", "demo")
 """The commands in the order of ``--help``. The command ``x`` is the function ``x`` of ``cachetool.cli.x``."""
 
 

@@ -150,7 +150,7 @@ def _print(out: Output, figures: dict[str, Any]) -> None:
         fetched, served = format_size(figures["fetched"]), format_size(figures["served"])
         out.line(f"{fetched} fetched, {served} served to epochs: each byte was used {figures['reuse']:.1f} times")
     _print_damage(out, figures)
-    _print_processes(out, figures["leases"], figures["holders"])
+    _print_processes(out, figures)
 
 
 def _print_fill(out: Output, figures: dict[str, Any]) -> None:
@@ -286,8 +286,9 @@ def _print_damage(out: Output, figures: dict[str, Any]) -> None:
         out.line(f"last error, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
 
 
-def _print_processes(out: Output, leases: Sequence[Mapping[str, Any]], holders: Sequence[Mapping[str, Any]]) -> None:
-    """Print the processes that read the cache, and the others that have it open."""
+def _print_processes(out: Output, figures: Mapping[str, Any]) -> None:
+    """Print the processes that read and fill the cache, what they wait for, and the others that have it open."""
+    leases, trainers, pulling, holders = (figures[name] for name in ("leases", "trainers", "pulling", "holders"))
     if leases:
         out.table(
             ["reader", "program", "dataset", ">version", "since"],
@@ -302,6 +303,11 @@ def _print_processes(out: Output, leases: Sequence[Mapping[str, Any]], holders: 
                 for row in leases
             ],
         )
+    for row in pulling:
+        out.line(f"pid {row['pid']} pulls {row['url']}: {row['sentence']}")
+    for row in trainers:
+        when = "this epoch" if row["running"] else "last epoch"
+        out.line(f"pid {row['pid']} ({row['what']}), {when}: {row['sentence']}")
     # A reader has the cache open too; it is named once.
     reading = {row["pid"] for row in leases}
     others = [f"pid {row['pid']} ({row['what']})" for row in holders if row["pid"] not in reading]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cachetool.cli.output import Output
+from cachetool.core.causes import main_cause
 from cachetool.core.text import EVICTED_FOR, count, plain
 from cachetool.core.units import format_duration, format_size
 
@@ -112,6 +113,7 @@ def one_line(figures: Look, rates: Rates) -> str:
     ]
     if figures["epochs"]:
         parts.append(f"last epoch {_epoch(figures['epochs'][-1])}")
+    parts += [f"pid {row['pid']} waits for {row['cause']}" for row in figures["trainers"] if row["cause"] is not None]
     return ", ".join(parts)
 
 
@@ -123,6 +125,8 @@ def rendered(figures: Look, rates: Rates, width: int) -> Group:
     cells: list[Any] = _head(figures, rates, width)
     for table in _tables(figures, width):
         cells += [Text(""), table] if table is not None else []
+    for row in [*figures["pulling"], *figures["trainers"]][:_MOST]:
+        cells += [Text(""), _text(f"pid {row['pid']}: {row['sentence']}")]
     for row in figures["errors"][:1]:
         at = time.strftime("%H:%M:%S", time.localtime(row["at"]))
         cells += [Text(""), _text(f"last error, {at}: {row['text']}")]
@@ -273,7 +277,8 @@ def _waited(row: Mapping[str, Any]) -> str:
     if row["waited"] is None:
         return "unknown"
     share = f" ({100 * min(1.0, row['waited'] / row['seconds']):.0f} %)" if row["seconds"] else ""
-    return f"{row['waits']} x, {format_duration(row['waited'])}{share}"
+    cause = main_cause(row["causes"] or {}, row["seconds"] or 0.0)
+    return f"{row['waits']} x, {format_duration(row['waited'])}{share}{'' if cause is None else f', {cause}'}"
 
 
 def _epoch(row: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ from cachetool.loaders.snapshots.plain_files import located
 from cachetool.loaders.snapshots.resume import SAVED, STATE, require_same, require_state
 from cachetool.loaders.snapshots.waiting import say
 from cachetool.loaders.split import parse_split
+from cachetool.loaders.waits import Report
 
 __all__ = ["BaseLoader", "CacheOrPaths", "Lengths", "parse_arguments"]
 
@@ -389,6 +390,8 @@ class BaseLoader(Closing, ABC, Generic[T]):
         # seconds.
         self._latest: weakref.ref[Epoch[T]] | None = None
         self._progress: Progress | None = None
+        self._report: Report | None = None
+        """The report of the epoch that ended last."""
         """Progress of the epoch that was begun last."""
         self._resume: dict[str, Any] | None = None
         self._taken = self._resumed = 0
@@ -536,6 +539,29 @@ class BaseLoader(Closing, ABC, Generic[T]):
         if callable(given):
             given, what = given(epoch), f"weights= of epoch {epoch}"
         return parse_weights(given, self._names, what=what)
+
+    def report(self) -> Report:
+        """Return where the time of the present epoch went so far, or of the last one between two epochs.
+
+        Returns:
+            Waits for batches, and the seconds of them by cause; ``print()`` shows it as three lines.
+
+        Raises:
+            UsageError: No batch was delivered yet.
+
+        Example:
+            >>> from cachetool.loaders.numpy import Loader
+            >>> with Loader("data/cache", batch_size=8) as loader:
+            ...     batches = sum(1 for batch in loader)
+            ...     loader.report().batches
+            3
+        """
+        at = self._progress
+        if at is not None and 0 < at.step < at.steps and not at.feed.closed:
+            return at.feed.times.report(at.begun.epoch, at.step)
+        if self._report is None:
+            raise UsageError("there is nothing to report before the first batch; call report() in or after an epoch")
+        return self._report
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this method before each epoch.
@@ -892,6 +918,7 @@ class BaseLoader(Closing, ABC, Generic[T]):
         # An epoch that ran beside another one is no part of the loader's state.
         if progress is not self._progress:
             return
+        self._report = progress.feed.times.report(progress.begun.epoch, progress.steps)
         if not self._chosen:
             self._epoch = self._last + 1
         self._resume, self._taken = None, 0

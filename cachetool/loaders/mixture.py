@@ -101,11 +101,17 @@ class Mixture:
         """Return the weight of a value of the field :attr:`balance`."""
         return dict(self.weights_by).get(value, 1.0)
 
-    def length(self, ratio: Shares, items: Sequence[int], *, batch: int = 1) -> int:
-        """Return the number of samples of an epoch whose groups have so many ``items``, drawn ``batch`` at a time.
+    def length(self, ratio: Shares, items: Sequence[int], *, epoch: int = 0, batch: int = 1, whole: int = 1) -> int:
+        """Return the number of samples of an epoch whose groups have so many ``items``, drawn ``batch`` at a time; a
+        multiple of ``whole``.
 
         Raises :class:`UsageError` if the dataset that an epoch reads once takes no part.
         """
+        samples = self._length(ratio, items, epoch if whole == 1 else 0, batch)
+        # A remainder that is not read would be drawn in no epoch.
+        return samples - samples % whole
+
+    def _length(self, ratio: Shares, items: Sequence[int], epoch: int, batch: int) -> int:
         if self.epoch_samples is not None:
             return self.epoch_samples
         if self.epoch_of is None:
@@ -115,8 +121,21 @@ class Mixture:
                 f"epoch_of= names {shown(self.members[self.epoch_of].name)}, whose weight is 0 in this epoch; give it a"
                 " weight, or use epoch_samples="
             )
-        # Of whole batches the rest is read in the next epoch.
-        return batch * length_of(ratio, self.epoch_of, max(1, items[self.epoch_of] // batch))
+        each = max(1, items[self.epoch_of] // batch)
+        first, behind = (length_of(ratio, self.epoch_of, number * each) for number in (epoch, epoch + 1))
+        return batch * (behind - first)
+
+    def first(
+        self, ratio: Shares, items: Sequence[int], samples: int, *, epoch: int, batch: int = 1, whole: int = 1
+    ) -> int:
+        """Return how many draws of the ratio come before an epoch of ``samples``, if all epochs before were alike.
+
+        An epoch begins where the last one ended, in the middle of a period too. Otherwise a dataset of a small weight
+        would be rounded away in each epoch.
+        """
+        if self.epoch_of is not None and whole == 1:
+            return length_of(ratio, self.epoch_of, epoch * max(1, items[self.epoch_of] // batch))
+        return epoch * -(-samples // batch)
 
     def state(self, batch_size: int) -> str:
         """Return the part that decides the order, as text for states."""
@@ -134,15 +153,20 @@ class Mixture:
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
 
 
-_PERIOD = 2**17
-"""Most draws of a period. Weights are rounded to it: an error of less than a hundred-thousandth of all draws."""
-MOST_DRAWS = 2 * _PERIOD
-"""Most draws of a period after rounding."""
+_PERIOD, _LONGEST_PERIOD = 2**16, 2**20
+"""Most draws of a period of rounded weights, and the same for weights of which some are tiny beside others."""
+MOST_DRAWS = 2**24
+"""Most draws of a period: of many groups of equal weights each has one."""
+_LARGE = 1e300
+_ROUNDED = 1e-3
+"""Largest error of rounding, as a part of a group's own share, with which the shorter period is used."""
 _REPEATED = 2**11
 """Least draws after which the shuffled sequence of groups repeats. It is computed for each epoch."""
 _WINDOW = 16
 """Least positions that are shuffled together. A ratio within 1 % over each 1,000 draws allows no more than this."""
-_DENOMINATOR = 10**6
+_DENOMINATOR = 10**3
+_ALIKE = 1e-9
+"""Part by which two weights differ that are one: decimal numbers such as 0.1 have no exact binary form."""
 _LONGEST = 2**32
 """Most samples of an epoch that repeats samples: the numbers of its steps must fit into memory."""
 _SMALL = 2**12
@@ -155,22 +179,53 @@ _APART = 2**64
 def shares(weights: Sequence[float]) -> Shares:
     """Return whole numbers in the ratio of these weights, the smallest ones: 0.75 and 0.25 give 3 and 1.
 
-    The weights are finite, 0 or more, and not all 0.
+    The weights are finite, 0 or more, and not all 0. If their ratio needs large numbers it is rounded, and a group of
+    less than a millionth of all draws has a millionth of them.
     """
-    exact = [Fraction(weight) if isinstance(weight, int) else _near(weight) for weight in weights]
-    common = math.lcm(*(one.denominator for one in exact))
-    whole = [int(one * common) for one in exact]
-    # Not rounded if the ratio is one of small numbers.
+    if (exact := _exact(weights)) is not None:
+        return exact
+    there = np.array([weight > 0 for weight in weights])
+    # Integers have no limit.
+    parts = np.array([min(weight, _LARGE) for weight in weights], dtype=np.float64)
+    parts = parts / parts.max()
+    parts /= parts.sum()
+    for period in (_PERIOD, _LONGEST_PERIOD):
+        whole = np.where(there, np.maximum(1, np.rint(parts * period)), 0).astype(np.int64)
+        error = np.abs(whole / whole.sum() - parts)[there]
+        if (error <= _ROUNDED * parts[there]).all():
+            break
+    divisor = int(np.gcd.reduce(whole))
+    return tuple((whole // divisor).tolist())
+
+
+def _exact(weights: Sequence[float]) -> Shares | None:
+    """Return the shares of weights whose ratio is one of small numbers; None for others."""
+    least = min(weight for weight in weights if weight)
+    common, found = 1, dict[float, Fraction]()
+    for weight in weights:
+        if weight not in found:
+            if (fraction := _near(weight, least)) is None:
+                return None
+            found[weight] = fraction
+            common = math.lcm(common, fraction.denominator)
+            if common > _LONGEST_PERIOD:
+                return None
+    whole = [int(found[weight] * common) for weight in weights]
     divisor = math.gcd(*whole)
     whole = [one // divisor for one in whole]
-    if (total := sum(whole)) > _PERIOD:
-        whole = [max(1, round(one * _PERIOD / total)) if one else 0 for one in whole]
-    return tuple(whole)
+    # Many groups of one weight have a long period without large numbers.
+    return tuple(whole) if sum(whole) <= max(_PERIOD, len(whole)) else None
 
 
-def _near(weight: float) -> Fraction:
-    """Return the fraction that a decimal number such as 0.1 stands for, and not that of its binary form."""
-    return Fraction(weight).limit_denominator(_DENOMINATOR) or Fraction(weight)
+def _near(weight: float, least: float) -> Fraction | None:
+    """Return the fraction of small numbers that a weight is of another one, such as 7 for 0.7 and 0.1; None if there is
+    none."""
+    if isinstance(weight, int) and isinstance(least, int):
+        return Fraction(weight, least)
+    if weight > _LARGE or not (times := weight / least) < _LONGEST_PERIOD:
+        return None
+    fraction = Fraction(times).limit_denominator(_DENOMINATOR)
+    return fraction if abs(float(fraction) - times) <= _ALIKE * times else None
 
 
 @functools.lru_cache(maxsize=8)
@@ -310,9 +365,13 @@ def _balanced(balance: object, weights_by: object, epoch_samples: int | None, sa
                 )
         return Mixture(epoch_samples=epoch_samples, sample_weights=sample_weights)
     if balance is None:
-        for name, value in {"weights_by": weights_by, "epoch_samples": epoch_samples}.items():
-            if value is not None:
-                raise UsageError(f"{name}={shown(value)} needs balance=, or a mixture: a dict of datasets and weights")
+        if weights_by is not None:
+            raise UsageError(f"weights_by={shown(weights_by)} needs balance=, the name of a field")
+        if epoch_samples is not None:
+            raise UsageError(
+                f"epoch_samples={epoch_samples} needs balance=, sample_weights=, or a mixture: a dict of datasets and"
+                " their weights"
+            )
         return None
     if not isinstance(balance, str):
         raise UsageError(f"balance={shown(balance)} cannot be used; it must be the name of a field")
@@ -386,8 +445,8 @@ class MixedOrder:
         samples: Number of positions of the epoch, of all ranks together.
         shuffle: Order of the items of a group.
         seed: Decides the order, together with the epoch.
-        epoch: Number of the epoch. Each group continues where the epochs before ended, if they had the same groups, the
-            same ratio and as many positions.
+        epoch: Number of the epoch.
+        first: Number of draws in the epochs before. Each group continues there, if it was drawn from in the same ratio.
         batch: Number of draws that stay together in one group, which then begin at multiples of it.
         nbytes: Known size of a sample, for ``shuffle="window"``.
     """
@@ -404,6 +463,7 @@ class MixedOrder:
         shuffle: Shuffle = "full",
         seed: int = 0,
         epoch: int = 0,
+        first: int = 0,
         batch: int = 1,
         nbytes: int = 0,
     ) -> None:
@@ -422,6 +482,7 @@ class MixedOrder:
         """Number of whole turns of the epoch. What follows is shuffled by itself, because it is shorter."""
         self._begins = self._turn if self._whole else 0
         """Index of the last turn in the following two arrays."""
+        table = np.roll(table, -(first % len(table)))
         turns = [np.resize(table, self._begins), np.resize(table, rest)]
         if shuffle != "no":
             window = max(_WINDOW, 4 * len(groups))
@@ -434,7 +495,7 @@ class MixedOrder:
         """Number of each of these draws among those of its group."""
         self._each = periods * np.array(ratio, dtype=np.int64)
         """Draws of each group in a turn."""
-        self._before = epoch * batch * drawn(ratio, cells)
+        self._before = batch * drawn(ratio, first)
         """Draws of each group in the epochs before."""
 
     def __getitem__(self, positions: Int64s) -> Int64s:

@@ -93,6 +93,11 @@ class Settings:
         return mixed and self.fields is not None and DATASET in self.fields
 
     @property
+    def multiple(self) -> int:
+        """A number by which the samples of a mixture's epoch can be divided: the size of complete batches, or 1."""
+        return self.batch_size if self.drop_last else self.whole_batches
+
+    @property
     def whole_batches(self) -> int:
         """Number of samples that are drawn together from one dataset of a mixture: a batch, or 1."""
         return self.batch_size if self.mixture is not None and self.mixture.mix == "batch" else 1
@@ -174,9 +179,14 @@ class EpochPlan:
             nbytes = self.view.schema.fixed_nbytes
             together = 1 if settings.crop is None else settings.crop.each(self.view.schema) or 1
         if self.ratio:
+            assert settings.mixture is not None
+            batch, items = settings.whole_batches, [*map(len, groups)]
             return MixedOrder(
                 groups, self.ratio, self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch,
-                batch=settings.whole_batches, nbytes=nbytes,
+                first=settings.mixture.first(self.ratio, items, self.samples, epoch=self.epoch, batch=batch,
+                    whole=settings.multiple,
+                ),
+                batch=batch, nbytes=nbytes,
             )  # fmt: skip
         return EpochOrder(
             self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes,
@@ -244,12 +254,14 @@ class Begun:
     """Version of the snapshot."""
     steps: Steps
     """Division of the samples into batches."""
+    lacked: float = 0.0
+    """Seconds in which there were too few samples to begin."""
 
     @classmethod
-    def of(cls, plan: EpochPlan, settings: Settings) -> Self:
+    def of(cls, plan: EpochPlan, settings: Settings, *, lacked: float = 0.0) -> Self:
         """Return this part of a plan."""
         version = 0 if plan.view is None else plan.view.version
-        return cls(plan.generation, plan.epoch, version, plan.steps(settings))
+        return cls(plan.generation, plan.epoch, version, plan.steps(settings), lacked)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -6,6 +6,7 @@ large batches. The feeders read and prepare the batches in processes of their ow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -35,19 +36,32 @@ def batches_of(loader: Batches, *, repeat: bool, element: Callable[[dict[str, An
     base = loader.loader if isinstance(loader, FixedEpochs) else loader
     if not isinstance(base, Loader):
         raise UsageError("make_dataset() takes the loader of cachetool.loaders.numpy, whose arrays become tensors")
-    # The first batch tells the types of all. Training must get it as well, so the loader is put back.
-    before, first = base.state_dict(), next(iter(base), None)
+    # An epoch of fixed length may be in the middle of a pass, which ends when another one begins.
+    before = loader.state_dict() if isinstance(loader, FixedEpochs) and loader._progress is not None else None
+    # The first batch tells the types of all. It is not counted as delivered, so training begins with it.
+    first = next(base.begin().uncounted(), None)
     if first is None:
         raise UsageError("the loader has no batch; use smaller batches, or pull more")
+    # TensorFlow asks for batches in other threads. With concurrent=True this one must not keep the first epoch.
+    base._home = None
+    if before is not None:
+        loader.load_state_dict(before)
     padded = {name for name, _ in base._settings.pad}
     padded |= {pad.mask for _, pad in base._settings.pad if pad.mask is not None}
     signature = {name: _spec(column, static=name not in padded) for name, column in first.items()}
     del first
-    base.load_state_dict(before)
+
+    def batches() -> Iterator[dict[str, Any]]:
+        # What is left of a resumed epoch is followed by batches of the next one, because TensorFlow and Keras keep the
+        # number of steps.
+        while isinstance(loader, FixedEpochs):
+            yield from loader
+        yield from loader
 
     def epoch() -> Iterator[dict[str, Any]]:
         count = 0
-        for count, batch in enumerate(loader, 1):  # noqa: B007
+        for batch in itertools.islice(batches(), len(loader) if isinstance(loader, FixedEpochs) else None):
+            count += 1
             yield {name: _tensor(column) for name, column in batch.items()}
             # The loader may use the memory of this batch for the next one.
             del batch

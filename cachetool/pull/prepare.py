@@ -319,12 +319,15 @@ def target_format(options: PullOptions, newest: str | None) -> str:
 
 
 def space_of(cache: CacheDir, options: PullOptions) -> int:
-    """Return the bytes of the cap that the pull may fill: all, or the share of its dataset."""
-    share = options.share
-    if share is None and cache.exists:
-        row = cache.catalog.one("SELECT share FROM datasets WHERE name = ?", (options.dataset,))
-        share = None if row is None else row["share"]
-    return cache.max_size if share in (None, "none") else int(float(share) * cache.max_size)
+    """Return the bytes of the cap that the pull may fill: the share of its dataset, or what others leave."""
+    shares = {}
+    if cache.exists:
+        rows = cache.catalog.rows("SELECT name, share FROM datasets WHERE share IS NOT NULL")
+        shares = {row["name"]: row["share"] for row in rows}
+    own = shares.pop(options.dataset, None)
+    if options.share is not None:
+        own = None if options.share == "none" else float(options.share)
+    return int((max(0.0, 1.0 - sum(shares.values())) if own is None else own) * cache.max_size)
 
 
 def shard_bytes(cap: int, options: PullOptions) -> int:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 from cachetool.cache import CacheDir
 from cachetool.cache.draws import job_row
+from cachetool.cache.history import write_pull
 from cachetool.cache.usage import measure
 from cachetool.proc.task import Channel, Message
+from cachetool.pull.step_times import StepTimes
+from cachetool.stores.redact import redact
 from cachetool.stores.traffic import arrivals, in_flight, retries
 
-__all__ = ["CacheFill", "Heartbeat", "WorkerReports", "WaitingFor"]
+__all__ = ["CacheFill", "Heartbeat", "PullNews", "WorkerReports", "WaitingFor"]
 
 
 _LOOK = 2.0
@@ -39,6 +42,8 @@ class WorkerReports:
     """Requests in flight and retries, by worker."""
     came: dict[int, int] = field(default_factory=dict)
     """Bytes received so far, by worker, including bytes that are not yet in a sample."""
+    times: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Seconds by step, by worker."""
     waiting: dict[int, str] = field(default_factory=dict)
     """The reason why a worker waits for room, by worker."""
 
@@ -47,6 +52,7 @@ class WorkerReports:
         if "flying" in message:
             self.busy[worker] = message["flying"], message["retries"]
             self.came[worker] = message["arrived"]
+            self.times[worker] = message["times"]
             return
         # Any other message shows that the worker continues, so its old reason must not stay on the screen.
         self.waiting.pop(worker, None)
@@ -63,6 +69,15 @@ class WorkerReports:
             # watches.
             if len(self.examples) < 20:
                 self.examples.append(example)
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds by step of all workers together."""
+        causes: dict[str, float] = {}
+        for times in self.times.values():
+            for step, seconds in times.items():
+                causes[step] = causes.get(step, 0.0) + seconds
+        return causes
 
     @property
     def moved(self) -> int:
@@ -92,6 +107,30 @@ class CacheFill:
         self._next = now + max(_LOOK, 100 * (now - began))
 
 
+class PullNews:
+    """Notes of a pull that runs in the history, for ``stats`` and other reports."""
+
+    def __init__(self, cache: CacheDir, *, url: str, dataset: str) -> None:
+        self._cache, self._about = cache, {"url": redact(url), "dataset": dataset, "pid": cache.holder.pid}
+        self._began = self._next = time.monotonic()
+
+    def tell(self, reports: WorkerReports) -> None:
+        """Write down how far the pull is and what it waits for, unless that was done a moment ago."""
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + _NEWS
+        causes = reports.causes
+        # Space that becomes free when readers end has another remedy than a small cap.
+        if causes.get("room") and self._cache.catalog.one("SELECT 1 FROM shards WHERE state = 'retiring'"):
+            causes["readers"] += causes.pop("room")
+        write_pull(
+            self._cache.layout, samples=reports.samples, bytes=reports.moved, seconds=now - self._began,
+            retries=sum(retries for _, retries in reports.busy.values()), causes=causes, **self._about,
+        )  # fmt: skip
+
+
+_NEWS = 5.0
+"""Seconds between two notes of a pull."""
 _PULSE = 1.0
 """Seconds between two looks of the heartbeat."""
 
@@ -99,8 +138,8 @@ _PULSE = 1.0
 class Heartbeat:
     """A thread that reports once a second how busy this process is with stores, if that has changed."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._stopped = channel, threading.Event()
+    def __init__(self, channel: Channel, times: StepTimes) -> None:
+        self._channel, self._times, self._stopped = channel, times, threading.Event()
         # A thread, because the main thread reports nothing while it waits for the network or for room. A daemon, so
         # that it never keeps the worker alive.
         threading.Thread(target=self._run, daemon=True).start()
@@ -115,7 +154,8 @@ class Heartbeat:
                 said = now
                 # Safe to suppress: the process that started this worker is gone, and the main thread finds out as well.
                 with contextlib.suppress(OSError):
-                    self._channel.send({"flying": now[0], "retries": now[1], "arrived": now[2]})
+                    told = {"flying": now[0], "retries": now[1], "arrived": now[2]}
+                    self._channel.send({**told, "times": self._times.sums()})
 
     def stop(self) -> None:
         """Stop reporting."""

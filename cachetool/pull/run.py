@@ -59,7 +59,7 @@ from cachetool.pull.prepare import (
     target_format,
     with_classes,
 )
-from cachetool.pull.reports import CacheFill, WorkerReports
+from cachetool.pull.reports import CacheFill, PullNews, WorkerReports
 from cachetool.sources.listing import TABLE_FILE
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import notes_of
@@ -380,7 +380,8 @@ def _draw(
     reports = WorkerReports()
     goal = wanted if endless else count
     target = None if goal is None else goal * plan.per_unit
-    on_message = _watched(reports, CacheFill(cache, job), target, report)
+    news = PullNews(cache, url=plan.url, dataset=options.dataset)
+    on_message = _watched(reports, CacheFill(cache, job), news, target, report)
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
@@ -453,7 +454,7 @@ def _open_job(cache: CacheDir, plan: PullJob, *, next_pass: bool) -> tuple[str, 
 
 
 def _watched(
-    reports: WorkerReports, fill: CacheFill, target: int | None, report: Report
+    reports: WorkerReports, fill: CacheFill, news: PullNews, target: int | None, report: Report
 ) -> Callable[[int, Message], None]:
     """Return the function that adds each worker's message to ``reports`` and passes the sums to ``report``."""
 
@@ -462,6 +463,7 @@ def _watched(
         if "listed" in message:
             return
         reports.add(worker, message)
+        news.tell(reports)
         fill.look()
         report(
             Progress(

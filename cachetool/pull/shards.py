@@ -34,6 +34,7 @@ from cachetool.proc.task import Channel
 from cachetool.pull.claims import Claims, Done, order_of_pass
 from cachetool.pull.job import too_many
 from cachetool.pull.reports import WaitingFor
+from cachetool.pull.step_times import StepTimes
 from cachetool.sources.base import ReadResult, Skipped
 from cachetool.stores.redact import printable
 
@@ -73,6 +74,7 @@ class WorkerJob:
     per_unit: int
     """Samples that one draw brings, on average."""
     first: FirstShard
+    times: StepTimes
 
 
 class Drawing:
@@ -121,8 +123,9 @@ class Drawing:
         rest is dropped.
         """
         coming, asked = None, False
+        pieces, times = iter(self._pieces), self._plan.times
         try:
-            for piece in self._pieces:
+            while (piece := times.fetched(pieces)) is not None:
                 # Once only: `ahead` takes a claim in the catalog, and each worker may hold one claim ahead, not more.
                 if self._pieces.begun and not asked:
                     coming, asked = ahead(), True
@@ -175,7 +178,8 @@ class Drawing:
                     block, at = block.slice(least, len(block)), at[least:]
                 continue
             assert self._files is not None
-            self._files.write(block.slice(0, fit))
+            with self._plan.times.at("write"):
+                self._files.write(block.slice(0, fit))
             self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
             block, at = block.slice(fit, len(block)), at[fit:]
         if piece.done:
@@ -239,16 +243,18 @@ class Drawing:
             samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
             nbytes = samples * plan.schema.fixed_nbytes
         bound = shard_bound(plan.kind, plan.schema, samples, nbytes, self._cache.layout.disk_block)
-        self._staging = self._cache.stage(
-            dataset=plan.dataset,
-            schema=plan.schema,
-            format=plan.kind.name,
-            # The record lists the ranges of draws. They are reserved as well, so that used bytes never pass the cap.
-            bound=bound + RANGE_BYTES * self._most_ranges(),
-            job=plan.job,
-            room=plan.room,
-            waiting=WaitingFor(self._channel).tell,
-        )
+        with plan.times.at("room"):
+            self._staging = self._cache.stage(
+                dataset=plan.dataset,
+                schema=plan.schema,
+                format=plan.kind.name,
+                # The record lists the ranges of draws. They are reserved as well, so that used bytes never pass the
+                # cap.
+                bound=bound + RANGE_BYTES * self._most_ranges(),
+                job=plan.job,
+                room=plan.room,
+                waiting=WaitingFor(self._channel).tell,
+            )
         self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
         self._room = (samples, nbytes)
 
@@ -273,6 +279,10 @@ class Drawing:
 
     def _commit(self, upto: int) -> None:
         """Make all positions below ``upto`` done: commit the samples of the open shard, and count the skipped ones."""
+        with self._plan.times.at("commit"):
+            self._finish(upto)
+
+    def _finish(self, upto: int) -> None:
         plan, skipped = self._plan, [s for s in self._skipped if self._claim.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
         left_out, vanished = len(skipped), self._gone(upto) - self._gone(start)

@@ -25,6 +25,7 @@ from cachetool.pull.job import WorkerArguments
 from cachetool.pull.listing import pace_of
 from cachetool.pull.reports import Heartbeat
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
+from cachetool.pull.step_times import StepTimes
 from cachetool.sources.base import Source
 from cachetool.sources.blame import naming_skip
 from cachetool.sources.looked import LookedAt
@@ -48,7 +49,7 @@ def draw(channel: Channel, **arguments: Any) -> Message:
         def drawing_of(claim: Claim | None) -> Drawing | None:
             return None if claim is None else Drawing(cache, claims, plan, claim, channel)
 
-        heartbeat = Heartbeat(channel)
+        heartbeat = Heartbeat(channel, plan.times)
         coming: Drawing | None = None
         try:
             while True:
@@ -96,6 +97,7 @@ def _plan(task: WorkerArguments) -> WorkerJob:
         skip_bad=task.skip_bad,
         per_unit=task.per_unit,
         first=FirstShard(task.first_shard_in),
+        times=StepTimes(),
     )
 
 

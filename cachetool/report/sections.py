@@ -8,6 +8,7 @@ from typing import Any
 
 from cachetool.cache.history import MOST_EPOCHS
 from cachetool.cache.stats import newest_pass
+from cachetool.core.causes import main_cause
 from cachetool.core.text import EVICTED_FOR, counted
 from cachetool.core.units import format_duration, format_size
 from cachetool.report import axes, charts
@@ -225,7 +226,9 @@ def _waits(row: Mapping[str, Any]) -> str:
     if row["waited"] is None or row["waits"] is None:
         return "waits unknown"
     share = f", {100 * min(1.0, row['waited'] / row['seconds']):.1f} %" if row["seconds"] else ""
-    return f"{counted(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}"
+    cause = main_cause(row["causes"] or {}, row["seconds"] or 0.0)
+    named = "" if cause is None else f", {cause}"
+    return f"{counted(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}{named}"
 
 
 def _sources(figures: Figures) -> Markup:

@@ -23,7 +23,7 @@ from cachetool.core.errors import (
 from cachetool.stores.base import CHANGED, Limits
 from cachetool.stores.bounded import TooMuch
 from cachetool.stores.redact import printable, scrub
-from cachetool.stores.traffic import retried
+from cachetool.stores.traffic import paused, retried
 
 __all__ = ["Patience", "as_our_error"]
 
@@ -87,6 +87,7 @@ class Patience:
             return False
         retried()
         time.sleep(pause)
+        paused(pause)
         return True
 
 

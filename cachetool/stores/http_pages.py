@@ -40,7 +40,7 @@ from cachetool.stores.base import Limits, refuse_encoded
 from cachetool.stores.login import Login
 from cachetool.stores.origins import Origin, allowed_hosts, is_public, origin_of, written
 from cachetool.stores.redact import printable, redact
-from cachetool.stores.traffic import retried
+from cachetool.stores.traffic import paused, retried
 
 __all__ = ["MOST", "Answer", "OtherSize", "PageClient", "Response", "retry_after", "told_size"]
 
@@ -305,6 +305,8 @@ class PageClient:
                 raise unreachable from failure
             retried()
             time.sleep(pause)
+            if patience == self._limits.throttle:
+                paused(pause)
 
     def _attempt(
         self,

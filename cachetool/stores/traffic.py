@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["arrived", "arrivals", "flying", "in_flight", "retried", "retries"]
+__all__ = ["arrived", "arrivals", "flying", "in_flight", "paused", "retried", "retries", "throttled"]
 
 # A set without a lock: add() and discard() are atomic in CPython, and every request of every thread makes both calls.
 _threads: set[int] = set()
 """Identifiers of the threads that are at a request now."""
 _retries = 0
 _arrived = 0
+_throttled = 0.0
 # `+=` on the counters is a read and a write, between which another thread may run; so both counters need the lock.
 _lock = threading.Lock()
 
@@ -60,3 +61,15 @@ def retried() -> None:
 def retries() -> int:
     """Return how many requests were sent again since this process began."""
     return _retries
+
+
+def paused(seconds: float) -> None:
+    """Count a pause that a store asked for because it is too busy."""
+    global _throttled
+    with _lock:
+        _throttled += seconds
+
+
+def throttled() -> float:
+    """Return the seconds of such pauses since this process began, of all threads together."""
+    return _throttled

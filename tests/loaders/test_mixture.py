@@ -114,7 +114,7 @@ def orders(case: Mapping[str, Any], epochs: int) -> list[list[tuple[int, int]]]:
     for epoch in range(epochs):
         order = MixedOrder(
             groups, shares(case["weights"][: len(sizes)]), samples, shuffle=case["shuffle"], seed=case["seed"],
-            epoch=epoch, batch=case["batch"], nbytes=1000,
+            epoch=epoch, first=epoch * (samples // case["batch"]), batch=case["batch"], nbytes=1000,
         )  # fmt: skip
         items = order[np.arange(samples)]
         of = np.searchsorted(starts, items, side="right") - 1
@@ -130,6 +130,34 @@ def test_each_dataset_is_drawn_through_before_it_begins_anew_also_over_epochs(ca
         for first in range(0, len(mine), size):
             one_pass = mine[first : first + size]
             assert len(set(one_pass)) == len(one_pass)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options"),
+    [
+        ({"sim": 24, "obs": 1}, {"epoch_samples": 10}),
+        ({"sim": 9, "obs": 1}, {"epoch_samples": 64, "mix": "batch"}),
+        ({"sim": 3, "obs": 1}, {"epoch_samples": 80, "mix": "batch"}),
+        ({"sim": 9, "obs": 1}, {"epoch_samples": 64, "drop_last": True}),
+        ({"sim": 1, "obs": 99}, {"epoch_of": "obs"}),
+    ],
+    ids=str,
+)
+def test_the_ratio_holds_over_short_epochs(root: Path, weights: dict[str, int], options: dict[str, Any]) -> None:
+    total = sum(weights.values())
+    with Loader(weights, cache=root, batch_size=16, workers=0, **options) as loader:
+        counts = Counter(dataset_of(number) for _ in range(20) for number in numbers_of(loader))
+    for name, weight in weights.items():
+        # Within one batch of one dataset.
+        assert abs(counts[name] - counts.total() * weight / total) <= 16
+
+
+def test_tiny_weights_and_many_groups_keep_their_ratio() -> None:
+    assert shares([1 / 1.5e6, 1 / 1e6]) == (2, 3)
+    assert shares([5.1e-7, 4.9e-7]) == (51, 49)
+    many = np.array(shares([1] * 1000 + [1e6]))
+    assert abs(many[:-1].sum() / many.sum() - 1000 / 1_001_000) < 1e-4
+    assert shares([10**400, 1e-300])[1] == 1
 
 
 def test_datasets_of_one_size_have_orders_of_their_own() -> None:
@@ -529,7 +557,7 @@ def test_arguments_that_cannot_be_used_are_named(root: Path, first: Any, options
     ("options", "message"),
     [
         ({"cache": "elsewhere"}, "cache='elsewhere' needs a mixture"),
-        ({"epoch_samples": 5}, "epoch_samples=5 needs balance=, or a mixture"),
+        ({"epoch_samples": 5}, "epoch_samples=5 needs balance=, sample_weights=, or a mixture"),
         ({"weights_by": {1: 2}}, "needs balance="),
         ({"balance": "x"}, "balance= cannot use field 'x'"),
         ({"balance": "nothing"}, "balance= needs field 'nothing'; this dataset has"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,11 +14,11 @@ from cachetool.core.block import Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.processes import Processes
-from cachetool.loaders.feed.protocol import EpochTimes
 from cachetool.loaders.ring import ring as ring_module
 from cachetool.loaders.ring import slot as slot_module
 from cachetool.loaders.ring.ring import Ring, RingWriter
 from cachetool.loaders.ring.slot import Batch, SlotReader, SlotWriter
+from cachetool.loaders.waits import EpochTimes
 from cachetool.proc.lines import described
 
 SCHEMA = Schema((Field("x", "<i8", (3,)),))
@@ -78,9 +79,9 @@ def test_batches_of_a_discarded_epoch_cause_no_wait(ring: Ring) -> None:
         put(writer, 1, step)
     put(writer, 2, 0)
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [reader], EpochTimes()
+    feed._readers, feed.times, feed._tell_at = [reader], EpochTimes(), math.inf
     assert [batch.step for batch in feed.take(2, 0, 32)] == [0]
-    assert feed._pace.delivered(1).waits == 0
+    assert feed.times.delivered(1).waits == 0
 
 
 @pytest.mark.parametrize(("ready", "at_once"), [(2, 1), (3, 2), (5, 4), (8, 6), (15, 14), (40, 32)])
@@ -88,7 +89,7 @@ def test_fewer_than_half_of_the_slots_are_taken_together_and_of_two_slots_one(re
     """Otherwise a feeder has no slot to fill while one batch is in use and the other waits for its turn."""
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
+    feed._readers, feed.times, feed._tell_at = [SlotReader(ring) for ring in rings], EpochTimes(), math.inf
     for number, ring in enumerate(rings):
         writer = SlotWriter(RingWriter(ring.fd), ready=ready)
         for step in range(ready):
@@ -103,7 +104,7 @@ def test_fewer_than_half_of_the_slots_are_taken_together_and_of_two_slots_one(re
 def test_no_more_batches_are_taken_together_than_requested_and_none_is_lost(most: int) -> None:
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
+    feed._readers, feed.times, feed._tell_at = [SlotReader(ring) for ring in rings], EpochTimes(), math.inf
     for number, ring in enumerate(rings):
         writer = SlotWriter(RingWriter(ring.fd), ready=40)
         for step in range(40):
@@ -121,7 +122,7 @@ def test_no_more_batches_are_taken_together_than_requested_and_none_is_lost(most
 def test_rings_are_read_as_far_as_batches_are_ready(there: int, looked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rings = [Ring() for _ in range(4)]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
+    feed._readers, feed.times, feed._tell_at = [SlotReader(ring) for ring in rings], EpochTimes(), math.inf
     writers = [SlotWriter(RingWriter(ring.fd), ready=3) for ring in rings]
     for step in range(there):
         put(writers[step], 1, step)

@@ -44,6 +44,17 @@ def test_epochs_repeat_or_have_a_number_of_steps_that_keras_knows(seen: dict[str
     assert seen["leases"] == [True, 0]
 
 
+def test_a_resumed_epoch_of_fixed_length_has_all_its_steps(seen: dict[str, Any]) -> None:
+    assert seen["fixed"]
+    assert seen["fixed steps"] == 12
+
+
+def test_looking_at_the_first_batch_changes_no_epoch(seen: dict[str, Any]) -> None:
+    assert seen["set_epoch"]
+    assert seen["concurrent"]
+    assert seen["delivered"] == 1
+
+
 def test_arguments_of_the_loader_are_refused(seen: dict[str, Any]) -> None:
     assert "fields=['x'] belongs to the loader" in seen["fields"]
     assert "batch_size=8 belongs to the loader" in seen["batch_size"]

@@ -43,6 +43,7 @@ from cachetool.loaders.padding import Layout
 from cachetool.loaders.read.gather import Empty, gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
+from cachetool.loaders.ring.batch_times import DECODE, FIND, START, TRANSFORM, BatchTimes
 from cachetool.loaders.sample_weights import WEIGHT, WeightedOrder
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import ShardFile, View
@@ -194,6 +195,7 @@ def work(
     mailbox: Mailbox,
     sink: Sink,
     places: MappedParts,
+    times: BatchTimes,
     *,
     functions: Functions,
     number: int,
@@ -206,9 +208,10 @@ def work(
     ``made`` is called when about ``soon()`` seconds of work are left of a plan, and at the latest after its last batch.
     It must not fail.
     """
-    maker = Maker(settings, sink, places, functions)
+    maker = Maker(settings, sink, places, functions, times)
     while True:
         plan = mailbox.get()
+        times.resumed()
         # A plan without a view: the loader is idle. Open files would keep deleted shards on the
         # disk.
         if plan.view is None:
@@ -230,8 +233,10 @@ def work(
 class Maker:
     """A maker of batches, which hands them to ``sink``."""
 
-    def __init__(self, settings: Settings, sink: Sink, places: MappedParts, functions: Functions) -> None:
-        self._settings, self._sink, self._places = settings, sink, places
+    def __init__(
+        self, settings: Settings, sink: Sink, places: MappedParts, functions: Functions, times: BatchTimes
+    ) -> None:
+        self._settings, self._sink, self._places, self._times = settings, sink, places, times
         self._transform = None if functions.transform is None else Transform(functions.transform, settings)
         self._items = Items(settings, functions.weights)
         self._extra = extra_fields(settings)
@@ -291,7 +296,7 @@ class Maker:
 
         Yield after each batch how many were made and how many are left.
         """
-        step, opened = number, False
+        step, opened, times = number, False, self._times
         try:
             count = plan.steps(self._settings).count
             numbers, cut = self._items.of(view), self._cut
@@ -312,13 +317,18 @@ class Maker:
             elif direct and layout is not None:
                 empty = layout
             steps = np.arange(number, count, feeders, dtype=np.int64)
+            times.ended(START)
             for those, codes in announced(
                 plan, self._settings, steps, self._places, stored, feeders=feeders, numbers=numbers, cut=cut
             ):
                 gathered = self._places.batches(view, codes, stored, empty=empty, cut=cut)
                 for step, at in zip(those, codes, strict=True):
                     columns: Mapping[str, Column]
+                    times.ended(FIND)
                     opened = self._sink.open(over)
+                    # The time of a feeder that waits for a slot is left out: it is ahead of training.
+                    times.resumed()
+                    times.reading()
                     if not opened:
                         return
                     if cut is not None and self._checks is not None:
@@ -327,16 +337,20 @@ class Maker:
                         begun = given if layout is None else layout.begin(schema, numbers.samples(at))
                         self._sink.begin(self._extended(begun))
                         columns = next(gathered)
+                        times.read()
                         if layout is not None:
                             columns = layout.complete(columns)
                         elif decoders is not None:
                             columns = self._decoded(plan, view, at, columns, empty=self._sink.values)
+                            times.ended(DECODE)
                         for field, values in zip(self._extra, self._extra_values(view, at).values(), strict=True):
                             column = self._sink.values(field, values.shape)
                             column[...] = values
                             columns = {**columns, field.name: column}
                     else:
-                        columns = self._handed(plan, view, at, Block(schema, next(gathered)))
+                        block = Block(schema, next(gathered))
+                        times.read()
+                        columns = self._handed(plan, view, at, block)
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
                     committed = step // feeders + 1
@@ -353,12 +367,15 @@ class Maker:
         if self._checks is not None and self._cut is None:
             # Before the transform: the checksums are of the values as they were written.
             self._checks.check(view, indices, block)
+            self._times.ended(DECODE)
         if self._extra:
             block = Block(self._extended(block.schema), {**block.columns, **self._extra_values(view, indices)})
         if self._transform is not None:
             block = self._transformed(self._transform, plan, view, indices, block)
+            self._times.ended(TRANSFORM)
         else:
             block = self._unpacked(plan, view, indices, block)
+            self._times.ended(DECODE)
         layout = self._layout
         self._sink.begin(
             block.schema if layout is None else layout.begin(block.schema, self._items.of(view).samples(indices))
@@ -375,6 +392,7 @@ class Maker:
         if len(indices):
             samples = self._items.of(view).samples(indices)
             block = self._unpacked(plan, view, indices, block)
+            self._times.ended(DECODE)
             return transform(block, epoch=plan.epoch, indices=indices, samples=samples)
         # The last samples went to other ranks, so this batch is empty. A transform must not be
         # called with no samples; one sample of another rank shows which fields it returns.

@@ -43,6 +43,7 @@ from cachetool.loaders.feed.batches import Mailbox, work
 from cachetool.loaders.feed.transform import loads
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.unmapped import raise_limit
+from cachetool.loaders.ring.batch_times import BatchTimes
 from cachetool.loaders.ring.ring import RingWriter
 from cachetool.loaders.ring.slot import SlotWriter
 from cachetool.loaders.settings import EpochPlan, Settings
@@ -252,6 +253,7 @@ def main() -> None:
         os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")
     places = MappedParts(alone=True)
     mailbox = Mailbox(places.prepare)
+    times = BatchTimes()
     listener: _Listener
     if number == 0:
         # Only the leader uses the catalog, whose modules take 60 ms to import.
@@ -264,8 +266,9 @@ def main() -> None:
     work(
         settings,
         mailbox,
-        SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings)),
+        SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings), times=times),
         places,
+        times,
         functions=loads(functions),
         number=number,
         feeders=len(rings),

@@ -25,16 +25,18 @@ from cachetool.core.block import Column
 from cachetool.core.errors import CacheToolError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.batches import Maker
-from cachetool.loaders.feed.protocol import EpochTimes, Ratios
+from cachetool.loaders.feed.protocol import Ratios
 from cachetool.loaders.feed.transform import Functions
 from cachetool.loaders.read.gather import new_array
 from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.ring.batch_times import BatchTimes, divided
 from cachetool.loaders.ring.ring import Lock
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun, EpochPlan, Settings
 from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from cachetool.loaders.snapshots.follow import beside
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
+from cachetool.loaders.waits import EpochTimes
 from cachetool.proc.lines import closed, rebuilt, shared
 
 __all__ = ["InProcess"]
@@ -48,7 +50,8 @@ class InProcess:
 
     def __init__(self, settings: Settings, *, functions: Functions) -> None:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
-        self._settings, self._pace = settings, EpochTimes()
+        self._settings, self.times = settings, EpochTimes()
+        self._spent = BatchTimes()
         # The owner is noted beside the lock, because a signal handler runs in the thread that it
         # interrupts. It would wait for ever for a lock that its own thread holds.
         self._lock, self._owner = threading.Lock(), 0
@@ -56,13 +59,14 @@ class InProcess:
         self._timer: threading.Timer | None = None
         self._snapshots = EpochSnapshots(settings, self._published)
         self._sink, self._places = _Sink(), MappedParts(maps=False)
-        self._maker = Maker(settings, self._sink, self._places, functions)
+        self._maker = Maker(settings, self._sink, self._places, functions, self._spent)
+        self._lacked = 0.0
         self._batches: Iterator[object] = iter(())
         self._making = False
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        self._pace = EpochTimes()
+        self.times, self._lacked = EpochTimes(), 0.0
         plan = self._waited(lambda: self._snapshots.begin(epoch, resume, ratios))
         assert plan.view is not None
         self._places.keep(plan.view)
@@ -70,7 +74,7 @@ class InProcess:
         # After the snapshot was taken: training waits for that one, but not for these transactions.
         with self._using():
             self._snapshots.finish_epochs()
-        self._pace.begun()
+        self.times.begun(self._lacked)
         return Begun.of(plan, self._settings)
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
@@ -91,8 +95,11 @@ class InProcess:
             raise shared()
         self._making = True
         try:
-            with self._pace.waiting():
-                next(self._batches, None)
+            began, before = time.monotonic(), tuple(self._spent.spent)
+            self._spent.resumed()
+            next(self._batches, None)
+            waited = time.monotonic() - began
+            self.times.add(waited, divided(before, self._spent.spent, waited), rest="start")
         finally:
             self._making = False
             # A handler closed the feed while the batch was made, and left the lease to this call.
@@ -117,7 +124,7 @@ class InProcess:
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         with self._using():
-            self._snapshots.delivered(generation, self._pace.delivered(batches))
+            self._snapshots.delivered(generation, self.times.delivered(batches))
             if self._snapshots.has_unfinished:
                 self._snapshots.finish_epochs()
 
@@ -198,6 +205,7 @@ class InProcess:
                 talk.tell(short)
             # Outside the lock, so that another thread can close the loader while this one waits.
             time.sleep(_POLL)
+            self._lacked += _POLL
 
     def _published(self, plan: EpochPlan) -> None:
         if plan.view is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class Leader:
         self._woken, self._wake = os.pipe()
         self._made_generation = 0
         self._sent: View | None = None
-        self._pending: tuple[dict[str, Any], Talk] | None = None
+        self._pending: tuple[dict[str, Any], Talk, float] | None = None
+        """The question that waits for samples, what is told meanwhile, and since when it waits."""
 
     @property
     def ahead(self) -> float:
@@ -129,13 +131,15 @@ class Leader:
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
         settings = self._settings
-        _, talk = self._pending or (asked, Talk(settings.root, settings.wait, dataset=settings.dataset))
+        _, talk, since = self._pending or (
+            asked, Talk(settings.root, settings.wait, dataset=settings.dataset), time.monotonic(),
+        )  # fmt: skip
         if talk.over:
             self._pending = None
             self._say({"id": asked["id"], "error": described(given_up(settings, short))})
             return
         talk.tell(short)
-        self._pending = asked, talk
+        self._pending = asked, talk, since
 
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         match asked["do"]:
@@ -151,6 +155,9 @@ class Leader:
                 self._snapshots.made(generation)
                 self._snapshots.delivered(generation, Delivered(*asked["pace"]))
                 return None
+            case "under_way":
+                self._snapshots.under_way(asked["generation"], Delivered(*asked["pace"]))
+                return None
             case "refresh":
                 self._snapshots.refresh()
                 return {}
@@ -160,7 +167,8 @@ class Leader:
                 return {"state": self._snapshots.state(asked["generation"], asked["reached"])}
             case unknown:
                 raise AssertionError(unknown)
-        return Begun.of(plan, self._settings).to_json()
+        lacked = 0.0 if self._pending is None else time.monotonic() - self._pending[2]
+        return Begun.of(plan, self._settings, lacked=lacked).to_json()
 
     def _leave(self) -> None:
         """Give the leases back if that is quick. They end with this process in any case."""

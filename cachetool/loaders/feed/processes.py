@@ -26,11 +26,13 @@ from typing import Any
 from cachetool.cache.layout import cache_option
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Schema
-from cachetool.loaders.feed.protocol import EpochTimes, Ratios
+from cachetool.loaders.feed.protocol import Ratios
+from cachetool.loaders.ring.batch_times import divided
 from cachetool.loaders.ring.memory import supported
 from cachetool.loaders.ring.ring import Lock, Ring
 from cachetool.loaders.ring.slot import Batch, SlotReader
 from cachetool.loaders.settings import Begun, Settings
+from cachetool.loaders.waits import EpochTimes
 from cachetool.proc.lines import Lines, closed, keep_standard_streams, ready, rebuilt, shared, write_line
 from cachetool.proc.parent import begin, how_ended
 
@@ -43,6 +45,10 @@ _LOOK = 0.1
 # busy ones.
 _LULL = 0.001
 """Seconds of sleep in which batches collect, once none is ready and rings have many slots."""
+_LATE = 2_000_000
+"""Nanoseconds from which on a ready batch that is not taken is late: twice the time of :data:`_LULL`."""
+_TOLD = 5.0
+"""Seconds between two notes of the waits of an epoch that is under way."""
 _GRACE = 2.0
 """Seconds that feeders have to give their leases back when they are stopped."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -90,7 +96,8 @@ class Processes:
         self._schemas: dict[bytes, Schema] = {}
         self._asked = 0
         self._telling, self._left = False, 0
-        self._pace = EpochTimes()
+        self._tell_at = time.monotonic() + _TOLD
+        self.times = EpochTimes(feeders)
         reading, answers = os.pipe()
         self._answers = Lines(reading)
         try:
@@ -135,12 +142,12 @@ class Processes:
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        self._pace = EpochTimes()
+        self.times = EpochTimes(len(self._rings))
         begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, ratios=ratios))
         # A new epoch begins with unlocked memory; the consumer that copies to a device asks for the
         # lock.
         self.lock_pages(None)
-        self._pace.begun()
+        self.times.begun(begun.lacked)
         return begun
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:
@@ -194,13 +201,16 @@ class Processes:
 
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        self._tell("delivered", generation=generation, pace=self._pace.delivered(batches))
+        self._tell("delivered", generation=generation, pace=self.times.delivered(batches))
 
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         readers = self._readers
         if not readers:
             raise closed()
+        if (now := time.monotonic()) >= self._tell_at:
+            self._tell_at = now + _TOLD
+            self._tell("under_way", generation=generation, pace=self.times.delivered(step))
         batches: list[Batch] = []
         own = readers[step % len(readers)].ring
         while True:
@@ -232,7 +242,8 @@ class Processes:
         if ring.poll():
             # The queue had batches of an epoch that was left, and there may be others behind them.
             return
-        with self._pace.waiting():
+        began, before = time.monotonic_ns(), ring.spent()
+        try:
             # The wait for the first batch of an epoch is no sign that the ring has too few slots.
             if not first:
                 ring.late()
@@ -243,6 +254,19 @@ class Processes:
             # Looked at every 0.1 s, because a feeder that was killed never posts the semaphore.
             while not ring.wait(_LOOK):
                 self._check()
+        finally:
+            self._count(ring, began, before, first=first)
+
+    def _count(self, ring: Ring, began: int, before: tuple[int, ...], *, first: bool) -> None:
+        """Count a wait that ends now, by what the feeder did meanwhile."""
+        ended = time.monotonic_ns()
+        filled = ring.filled() if ring.ready else ended
+        late = ended - max(filled, began)
+        # Waking takes a moment, and a wait may be longer by the lull.
+        causes = {"gil": late / 1e9} if filled > began and late > _LATE else {}
+        made = (ended - began) / 1e9 - sum(causes.values())
+        causes |= divided(before, ring.spent(), made)
+        self.times.add((ended - began) / 1e9, causes, rest="start" if first else "slots")
 
     def _check(self) -> None:
         """Raise if a feeder is dead, or if a signal handler or another thread closed the feed meanwhile."""

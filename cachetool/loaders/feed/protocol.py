@@ -1,24 +1,20 @@
-"""The interface of a maker of batches, and the times of an epoch in the training process.
+"""The interface of a maker of batches.
 
 Batches are made by child processes (:mod:`~cachetool.loaders.feed.processes`) or by the training process itself
-(:mod:`~cachetool.loaders.feed.in_process`). Waits are counted only for batches that are not ready, so taking a ready
-batch costs nothing more.
+(:mod:`~cachetool.loaders.feed.in_process`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from cachetool.cache.history import Delivered
 from cachetool.loaders.mixture import Shares
 from cachetool.loaders.ring.ring import Lock
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun
+from cachetool.loaders.waits import EpochTimes
 
-__all__ = ["Feed", "EpochTimes", "Ratios"]
+__all__ = ["Feed", "Ratios"]
 
 Ratios: TypeAlias = tuple[Shares, Shares]
 """The shares of the datasets of a mixture in an epoch and in the next one; empty without a mixture."""
@@ -31,6 +27,8 @@ class Feed(Protocol):
     """The pid of the process that the feed belongs to."""
     closed: bool
     """True if the feed was closed, by its owner or by itself after a feeder died."""
+    times: EpochTimes
+    """The waits of the present epoch."""
     unsure: bool
     """True if :meth:`take` was interrupted; the caller of :meth:`take` sets it.
 
@@ -102,30 +100,3 @@ class Feed(Protocol):
     def close(self) -> None:
         """Stop. May be called twice; batches that were taken stay valid."""
         ...
-
-
-class EpochTimes:
-    """The waits of one epoch, counted from the moment in which the epoch is asked for."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._waits = 0
-        self._waited = 0.0
-
-    def begun(self) -> None:
-        """Count the time until now as waiting, because the epoch can begin only now."""
-        self._waited = time.monotonic() - self._began
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of a ``with`` block as waiting for one batch."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waits += 1
-            self._waited += time.monotonic() - began
-
-    def delivered(self, batches: int) -> Delivered:
-        """Return the times and waits of the epoch after its last batch."""
-        return Delivered(time.monotonic() - self._began, batches, self._waits, self._waited)

@@ -7,6 +7,7 @@
 
 An entry of the queue has four numbers: slot, form of the batch (1, 2, ...), generation of the plan, and step. The
 training process can therefore decide about a batch without reading its slot, whose bytes are in no processor's cache.
+Beside it stand the time at which the slot was filled, and what the feeder has spent its time on so far.
 
 The memory is a memfd, which has no name in the file system. So nothing is left behind, however the processes end.
 """
@@ -26,6 +27,7 @@ import numpy as np
 from cachetool.core.errors import UsageError
 from cachetool.formats.runs import Bytes
 from cachetool.loaders.read.arena import HUGE, map_at, reserve
+from cachetool.loaders.ring.batch_times import STEPS
 
 __all__ = ["HEAD", "IDLE", "IN_USE", "MOST", "MOST_KEPT", "Head", "Owner", "library", "supported", "wait"]
 
@@ -40,12 +42,17 @@ _FILLED, _FREE = 0, 64
 _COUNT = 128
 """Position of two int64: the slots that the feeder has allowed itself, and how often the consumer has waited for a
 batch."""
+_SPENT = 192
+"""Position of the nanoseconds that the feeder has spent on each step, int64."""
+_SUMS = struct.Struct(f"{len(STEPS)}q")
 # The head is written densely in its first page only. The states, the queue and the table are sized
 # for MOST slots, but an untouched page of a memfd takes no memory.
 _STATES = 4096
 _QUEUE = _STATES + MOST
 _TABLE = _QUEUE + 16 * MOST
-HEAD = _TABLE + 16 * MOST
+_READY = _TABLE + 16 * MOST
+"""Position of the times at which the slots in the queue were filled, int64 nanoseconds of the monotonic clock."""
+HEAD = _READY + 8 * MOST
 """Size in bytes of everything before the first slot. Most of these bytes are never touched."""
 
 IN_USE, IDLE = 0, 1
@@ -138,6 +145,8 @@ class Head:
         self.states = head[_STATES : _STATES + MOST]
         self.queue, self.entry = head[_QUEUE : _QUEUE + 16 * MOST], _ENTRY
         self.table = head[_TABLE : _TABLE + 16 * MOST].cast("q")
+        self.sums, self.spent = _SUMS, head[_SPENT : _SPENT + _SUMS.size]
+        self.ready = head[_READY : _READY + 8 * MOST].cast("q")
         self.filled = ctypes.c_void_p(self._base + _FILLED)
         self.free = ctypes.c_void_p(self._base + _FREE)
 

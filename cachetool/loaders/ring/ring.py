@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any, TypeAlias
 
@@ -203,6 +204,15 @@ class Ring:
         while self.ready < most and self._trywait(self._head.filled) == 0:
             self.ready += 1
         return self.ready > 0
+
+    def spent(self) -> tuple[int, ...]:
+        """Return what the feeder had spent on each step when it filled its last slot, in nanoseconds."""
+        sums: tuple[int, ...] = self._head.sums.unpack_from(self._head.spent)
+        return sums
+
+    def filled(self) -> int:
+        """Return the time at which the next ready slot was filled, in nanoseconds of the monotonic clock."""
+        return self._head.ready[self._taken % MOST]
 
     def late(self) -> None:
         """Tell the feeder that the consumer waits for a batch in the middle of an epoch."""
@@ -393,13 +403,19 @@ class RingWriter:
             huge_pages(memory.ctypes.data, end - start)
             self._huge[slot] = end
 
-    def commit(self, slot: int, form: int = 1, generation: int = 1, step: int = 0) -> None:
-        """Hand the slot over to the training process.
+    def commit(
+        self, slot: int, form: int = 1, generation: int = 1, step: int = 0, *, spent: Sequence[int] = ()
+    ) -> None:
+        """Hand the slot over to the training process. ``spent`` are the sums of :class:`BatchTimes`.
 
         ``form`` is a number from 1 on. A slot that is handed over twice with the same form has the same arrays at the
         same places, and was not moved in between.
         """
         # The entry before the token of the semaphore, which says that the entry is complete.
-        self._head.entry.pack_into(self._head.queue, 16 * (self._committed % MOST), slot, form, generation, step)
+        number, head = self._committed % MOST, self._head
+        head.entry.pack_into(head.queue, 16 * number, slot, form, generation, step)
+        if spent:
+            head.sums.pack_into(head.spent, 0, *spent)
+        head.ready[number] = time.monotonic_ns()
         self._committed += 1
         self._library.sem_post(self._head.filled)

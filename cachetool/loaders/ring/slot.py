@@ -28,6 +28,7 @@ from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.runs import Bytes, Int64s
+from cachetool.loaders.ring.batch_times import BatchTimes
 from cachetool.loaders.ring.ring import Ring, RingWriter, Slot
 from cachetool.proc.lines import rebuilt
 
@@ -104,8 +105,10 @@ class SlotWriter:
     whenever the consumer waits repeatedly although no slot was free to fill, up to four times of the first value.
     """
 
-    def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
-        self._ring = ring
+    def __init__(
+        self, ring: RingWriter, *, ready: int | None, feeders: int = 1, times: BatchTimes | None = None
+    ) -> None:
+        self._ring, self._times = ring, times
         self._wanted, self._permitted = ready, _LEAST
         self._most_bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
         # A quarter to begin with: a steady training step needs no more, and memory that is never
@@ -223,7 +226,9 @@ class SlotWriter:
             self._forms = self._forms % _FORMS + 1
             form.form = self._forms
         self._largest = max(self._largest, self._used)
-        self._ring.commit(self._slot, form.form, generation, step)
+        self._ring.commit(
+            self._slot, form.form, generation, step, spent=() if self._times is None else self._times.spent
+        )
         self._more()
 
     def _more(self) -> None:

@@ -170,6 +170,12 @@ class EpochSnapshots:
         """Note that half of the batches of a plan were delivered."""
         self._happened("half", generation)
 
+    def under_way(self, generation: int, pace: Delivered) -> None:
+        """Note the times so far of the epoch that is read."""
+        reading = self._reading
+        if reading is not None and reading.plan.generation == generation:
+            reading.lease.under_way(pace, epoch=reading.plan.epoch)
+
     def delivered(self, generation: int, pace: Delivered) -> None:
         """Note that the last batch of a plan was delivered. :meth:`finish_epochs` counts the epoch and ends its
         lease."""
@@ -313,7 +319,7 @@ class EpochSnapshots:
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(
                     self._next(), epoch, view, resume, settings=self._settings,
-                    count=lambda view: self._count(view, tuple(resume.ratio)),
+                    count=lambda view: self._count(view, tuple(resume.ratio), epoch),
                 )  # fmt: skip
                 return _EpochSnapshot(plan, lease, resume.parts, resume)
             # Nothing changed since there were too few samples, so looking again would give the
@@ -336,9 +342,9 @@ class EpochSnapshots:
         view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True, reads=self._reads))
         if lease.spared:
             with contextlib.suppress(NotYet):
-                return view, self._required(view, ratio)
+                return view, self._required(view, ratio, epoch)
             view = self._same(lease.newest(epoch=epoch, anew=True, reads=self._reads))
-        return view, self._required(view, ratio)
+        return view, self._required(view, ratio, epoch)
 
     def _same(self, view: View) -> View:
         """Return the same object as long as the view does not change, because feeders then have its shards open
@@ -348,7 +354,7 @@ class EpochSnapshots:
         self._view, self._rows = view, rows(view.parts)
         return view
 
-    def _count(self, view: View, ratio: Shares) -> int:
+    def _count(self, view: View, ratio: Shares, epoch: int) -> int:
         """Return the number of samples that an epoch reads."""
         numbers = self._items.of(view)
         if numbers.alone and not self._told and self._settings.rank == 0:
@@ -370,20 +376,20 @@ class EpochSnapshots:
         for number, (share, count) in enumerate(zip(ratio, items, strict=True)):
             if share and not count:
                 member = mixture.members[number]
-                short = NotYet(f"no samples of dataset {shown(member.name)} in {member.root}")
+                chooses = " that where=, split= or offsets= selects" if self._items.chooses else ""
+                short = NotYet(f"no samples of dataset {shown(member.name)}{chooses} in {member.root}")
                 self._short = view, short
                 raise short
         settings = self._settings
-        draws = mixture.length(ratio, items, batch=settings.whole_batches) if ratio else 0
+        batch, whole = settings.whole_batches, settings.multiple
+        draws = mixture.length(ratio, items, epoch=epoch, batch=batch, whole=whole) if ratio else 0
         if mixture.members and ratio:
             self._reads = tuple((drawn(ratio, draws) / np.maximum(items, 1)).tolist())
-        # A remainder that is not read would be drawn in no epoch.
-        whole = settings.batch_size if settings.drop_last else settings.whole_batches
-        return draws - draws % whole
+        return draws
 
-    def _required(self, view: View, ratio: Shares) -> int:
+    def _required(self, view: View, ratio: Shares, epoch: int) -> int:
         """Return the number of samples that an epoch reads. Raises :class:`NotYet` if the cache has too few."""
-        samples = self._count(view, ratio)
+        samples = self._count(view, ratio, epoch)
         # The samples of a mixture may be drawn again and again, so those that are there are counted.
         self._require(view, samples if self._settings.mixture is None else self._items.of(view).total)
         settings = self._settings

@@ -63,6 +63,10 @@ class Leases(Protocol):
         """
         ...
 
+    def under_way(self, delivered: Delivered, *, epoch: int) -> None:
+        """Note the times so far of an epoch that has not ended."""
+        ...
+
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; another can be taken. ``unread`` is true if no epoch was read from it after all."""
         ...
@@ -187,6 +191,11 @@ class CacheSubscription:
         """Count one epoch for every shard of the leased snapshot."""
         if self._snapshot is not None and self._pid == os.getpid():
             self._snapshot.served(delivered, last=last)
+
+    def under_way(self, delivered: Delivered, *, epoch: int) -> None:
+        """Note the times so far of an epoch that has not ended."""
+        if self._snapshot is not None and self._pid == os.getpid():
+            self._snapshot.under_way(delivered, epoch=epoch)
 
     @property
     def spared(self) -> bool:

@@ -65,6 +65,10 @@ class MixedSubscription:
             one.served(None if root in told else delivered, last=last)
             told.add(root)
 
+    def under_way(self, delivered: Delivered, *, epoch: int) -> None:
+        """See :class:`Leases`. The times are noted once, for the first dataset."""
+        self._members[0].under_way(delivered, epoch=epoch)
+
     def release(self, *, unread: bool = False) -> None:
         """See :class:`Leases`."""
         _each([lambda one=one: one.release(unread=unread) for one in self._members])  # type: ignore[misc]

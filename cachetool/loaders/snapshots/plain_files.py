@@ -69,6 +69,9 @@ class FileSubscription:
     def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
         """Do nothing: epochs of plain files are not counted."""
 
+    def under_way(self, delivered: Delivered, *, epoch: int) -> None:
+        """Do nothing: epochs of plain files are not counted."""
+
     def release(self, *, unread: bool = False) -> None:
         """Do nothing: nothing is leased."""
 

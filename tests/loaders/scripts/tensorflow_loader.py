@@ -112,6 +112,33 @@ def mixtures(root: Path, out: dict[str, Any]) -> None:
             model.compile(loss="sparse_categorical_crossentropy", optimizer="sgd")
             model.fit(dataset, epochs=3, verbose=0)
             out["fit"] = model.optimizer.iterations.numpy().item()
+        # Epochs of fixed length: one that is resumed has all steps, too.
+        with mixed() as loader:
+            fixed = loader.epochs_of(steps=5)
+            expected = numbers(batch for _ in range(3) for batch in fixed)
+        with mixed() as loader:
+            fixed = loader.epochs_of(steps=5)
+            found = numbers(make_dataset(fixed).take(2))
+            state = fixed.state_dict()
+        with mixed() as loader:
+            fixed = loader.epochs_of(steps=5)
+            fixed.load_state_dict(state)
+            found += numbers(batch for _ in range(2) for batch in make_dataset(fixed))
+        out["fixed"] = found == expected[: len(found)]
+        out["fixed steps"] = len(found) // 8
+        with mixed() as loader, mixed() as other:
+            dataset = make_dataset(loader)
+            for each in (loader, other):
+                each.set_epoch(3)
+            out["set_epoch"] = numbers(dataset) == numbers(other)
+        with mixed(concurrent=True) as loader, mixed() as other:
+            out["concurrent"] = numbers(make_dataset(loader)) == numbers(other)
+        with Loader(cache.root, dataset="obs", batch_size=60) as loader:
+            make_dataset(loader)
+        out["delivered"] = max(shard.epochs for shard in cache.shards("obs"))
+        with Loader(cache.root, dataset="obs", batch_size=60) as loader:
+            list(make_dataset(loader))
+        out["delivered"] = max(shard.epochs for shard in cache.shards("obs")) - out["delivered"]
 
 
 def arguments(root: Path, out: dict[str, Any]) -> None:
