@@ -18,9 +18,9 @@ class Cause(NamedTuple):
     """A cause of waits."""
 
     late: str
-    """What was late, after "waited for"."""
+    """The thing that was late, after "waited for"."""
     helps: str
-    """What helps, as an instruction."""
+    """Advice, as an instruction."""
 
 
 CAUSES: Mapping[str, Cause] = {
@@ -53,7 +53,7 @@ PULL_CAUSES: Mapping[str, Cause] = {
     "room": Cause("room under the cap", "raise --max-size"),
     "readers": Cause("readers to end, which still use the shards that go", "use shorter epochs, or raise --max-size"),
 }
-"""What a pull spends its time on, by name."""
+"""The steps on which a pull spends its time, by name."""
 
 LEAST = 0.02
 """Least part of an epoch's time that waits must take; below, nothing is late."""

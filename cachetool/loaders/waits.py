@@ -26,7 +26,7 @@ _MILLISECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where the time of an epoch went, as ``loader.report()`` returns it; ``str()`` gives three lines."""
+    """The waits of an epoch, as ``loader.report()`` returns them; ``str()`` gives three lines."""
 
     epoch: int
     """Number of the epoch."""

@@ -114,9 +114,10 @@ class PullNews:
         self._cache, self._about = cache, {"url": redact(url), "dataset": dataset, "pid": cache.holder.pid}
         self._began = self._next = time.monotonic()
 
-    def tell(self, reports: WorkerReports) -> None:
-        """Write down how far the pull is and what it waits for, unless that was done a moment ago."""
-        if (now := time.monotonic()) < self._next:
+    def tell(self, reports: WorkerReports, *, last: bool = False) -> None:
+        """Write down how far the pull is and what it waits for, unless that was done a moment ago and more is to
+        come."""
+        if (now := time.monotonic()) < self._next and not last:
             return
         self._next = now + _NEWS
         causes = reports.causes
@@ -140,26 +141,31 @@ class Heartbeat:
 
     def __init__(self, channel: Channel, times: StepTimes) -> None:
         self._channel, self._times, self._stopped = channel, times, threading.Event()
+        # The listing process also draws, and has looked at samples before. Those bytes are no part of the draw.
+        self._before = arrivals()
         # A thread, because the main thread reports nothing while it waits for the network or for room. A daemon, so
         # that it never keeps the worker alive.
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        # The listing process also draws, and has looked at samples before. Those bytes are no part of the draw.
-        before, said = arrivals(), (0, retries(), 0)
+        said = (0, retries(), 0)
         while not self._stopped.wait(_PULSE):
-            now = in_flight(), retries(), arrivals() - before
+            now = in_flight(), retries(), arrivals() - self._before
             # Silent without a change: a pull that waits for hours for room must not write a line a second.
             if now != said:
                 said = now
-                # Safe to suppress: the process that started this worker is gone, and the main thread finds out as well.
-                with contextlib.suppress(OSError):
-                    told = {"flying": now[0], "retries": now[1], "arrived": now[2]}
-                    self._channel.send({**told, "times": self._times.sums()})
+                self._send()
+
+    def _send(self) -> None:
+        told = {"flying": in_flight(), "retries": retries(), "arrived": arrivals() - self._before}
+        # Safe to suppress: the process that started this worker is gone, and the main thread finds out as well.
+        with contextlib.suppress(OSError):
+            self._channel.send({**told, "times": self._times.sums()})
 
     def stop(self) -> None:
-        """Stop reporting."""
+        """Stop reporting, after a last report."""
         self._stopped.set()
+        self._send()
 
 
 class WaitingFor:

@@ -400,6 +400,7 @@ def _draw(
         cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
         raise
     finally:
+        news.tell(reports, last=True)
         # Also after an error: an open job would let the trainers' snapshots free space for a pull that has ended.
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(plan.id) or source

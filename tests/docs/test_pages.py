@@ -35,6 +35,7 @@ TOGETHER = (
     how_tos("pull-on-ray"),
     (
         "docs/explanation/trainers.md",
+        "docs/explanation/waits.md",
         *how_tos("train-with-accelerate train-with-fabric train-with-hugging-face train-with-lightning"),
     ),
     how_tos("train-with-keras"),
