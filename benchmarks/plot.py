@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cachetool.report.markup import Markup, element
+from cachetool.core.markup import Markup, element
 
 WIDTH, ROW, LABEL = 760, 20, 300
 _BAR = WIDTH - LABEL - 110

@@ -29,6 +29,9 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
 from cachetool.cache.values import schema_of
 from cachetool.core.causes import main_cause, pull_sentence, sentence
+from cachetool.core.markup import Markup, element, joined
+from cachetool.core.text import counted
+from cachetool.core.units import format_size
 
 __all__ = [
     "ALL_THERE",
@@ -286,6 +289,36 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        """Return a small table with bars, which notebooks show."""
+        rows = [("cache", format_size(self.max_size), self.used, f"{counted(self.samples, 'sample')}")]
+        rows += [(row["name"], "", row["bytes"], f"{counted(row['samples'], 'sample')}") for row in self.datasets]
+        free = max(0, self.max_size - self.used)
+        rows.append(("free", "", free, f"{counted(self.evicted, 'shard')} evicted so far"))
+        cells = [
+            element(
+                "tr",
+                element("td", name, style=_CELL),
+                element("td", _bar(size / self.max_size if self.max_size else 0.0), style=_CELL),
+                element("td", f"{format_size(size)}{f' of {cap}' if cap else ''}", style=f"{_CELL};text-align:right"),
+                element("td", about, style=_CELL),
+            )
+            for name, cap, size, about in rows
+        ]
+        lines = [f"pid {row['pid']} pulls {row['url']}: {row['sentence']}" for row in self.pulling]
+        lines += [f"pid {row['pid']} ({row['what']}): {row['sentence']}" for row in self.trainers]
+        return joined([element("table", *cells), *(element("div", line) for line in lines)])
+
+
+_CELL = "padding:0 12px 0 0"
+
+
+def _bar(part: float) -> Markup:
+    """Return a bar that is filled to this part."""
+    whole = "display:inline-block;width:160px;height:0.7em;background:rgba(128,128,128,0.25)"
+    filled = f"display:block;width:{100 * min(1.0, part):.1f}%;height:100%;background:#4878a8"
+    return element("span", element("span", style=filled), style=whole)
 
 
 _OF_DATASET = "(:dataset IS NULL OR dataset = :dataset)"

@@ -28,22 +28,24 @@ def watched(cache: CacheDir, seconds: float) -> tuple[str, list[Finding]]:
         for row in trainers
     ]
     findings += [Finding(f"pull pid {row['pid']}", "ok", _pull_text(row)) for row in pulls]
-    return _sentence(trainers, pulls), findings
+    # A training that told nothing meanwhile may be paused. Its last epoch explains nothing that happens now.
+    fresh = [row for row, told in zip(trainers, after["trainers"], strict=True) if told not in before["trainers"]]
+    return _sentence(fresh, pulls), findings
 
 
 def _sentence(trainers: list[Row], pulls: list[Row]) -> str:
-    """Return the sentence about the training that waits most; about the pull that it waits for, if it does."""
+    """Return the sentence about the training that waits most, or about the pull that it waits for; otherwise about the
+    pull."""
     late = [row for row in trainers if _cause(row) is not None]
+    pull = f"the pull brings {_pull_text(pulls[0])}" if pulls else ""
     if late:
         worst = max(late, key=lambda row: sum(row["causes"].values()) / row["seconds"])
-        if _cause(worst) == "samples" and pulls:
-            return f"training waits for samples, and the pull brings {_pull_text(pulls[0])}"
+        if _cause(worst) == "samples" and pull:
+            return f"training waits for samples, and {pull}"
         return f"pid {worst['pid']} ({worst['what']}): {_trainer_text(worst)}"
     if trainers:
-        return f"nothing is late: {_trainer_text(trainers[0]).removeprefix('nothing was late: ')}"
-    if pulls:
-        return f"no training runs; the pull brings {_pull_text(pulls[0])}"
-    return "no training and no pull of this cache has told anything; an epoch tells after five seconds"
+        return f"nothing is late: {_trainer_text(trainers[0]).removeprefix('nothing was late: ')}{pull and f'; {pull}'}"
+    return pull or "no training and no pull of this cache told anything meanwhile; an epoch tells after five seconds"
 
 
 def _cause(row: Row) -> str | None:

@@ -34,13 +34,16 @@ def metrics(
             "--textfile", metavar="FILE", help="Write a file NAME.prom for node_exporter, again every 15 seconds."
         ),
     ] = None,
+    otel: Annotated[
+        bool, typer.Option("--otel", help="Send them by OpenTelemetry, as the variables OTEL_... say.")
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Write --textfile once and end.")] = False,
     cache: CacheOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Show the figures of the cache as metrics of Prometheus: fill, evictions, pulls, and waits of trainings by cause.
 
-    Without --port and --textfile, the metrics are printed once.
+    Without --port, --textfile and --otel, the metrics are printed once.
 
     \b
     Examples:
@@ -51,8 +54,9 @@ def metrics(
     # Imported here, so that `cachetool metrics --help` does not load the catalog.
     from cachetool.api import open_cache
 
-    if port is not None and textfile is not None:
-        raise UsageError("--port and --textfile cannot be used together; run the command twice")
+    ways = {"--port": port is not None, "--textfile": textfile is not None, "--otel": otel}
+    if len(several := [name for name, given in ways.items() if given]) > 1:
+        raise UsageError(f"{' and '.join(several)} cannot be used together; run the command once for each")
     if once and textfile is None:
         raise UsageError("--once needs --textfile")
     out = Output(as_json=False, quiet=quiet)
@@ -63,6 +67,8 @@ def metrics(
                 _serve(opened, host, port, out)
             elif textfile is not None:
                 _write(opened, Path(parse_location(textfile, what="--textfile")), out, once=once)
+            elif otel:
+                _send(opened, out)
             else:
                 for line in _page(opened).splitlines():
                     out.line(line)
@@ -110,6 +116,16 @@ def _serve(cache: CacheDir, host: str, port: int, out: Output) -> None:
     with server:
         out.note(f"metrics at http://{host}:{server.server_port}/metrics, Ctrl-C ends")
         server.serve_forever()
+
+
+def _send(cache: CacheDir, out: Output) -> None:
+    from cachetool.report.otel import sending
+
+    with sending(lambda: cache.stats().as_dict()) as again:
+        out.note("sending metrics by OpenTelemetry, Ctrl-C ends")
+        while True:
+            time.sleep(_EVERY)
+            again()
 
 
 def _write(cache: CacheDir, path: Path, out: Output, *, once: bool) -> None:

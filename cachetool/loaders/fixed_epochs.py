@@ -20,11 +20,12 @@ from cachetool.core.errors import UsageError
 from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Progress
 from cachetool.loaders.snapshots.resume import STATE, is_whole, require_state
+from cachetool.loaders.waits import Report
 
 if TYPE_CHECKING:
     from cachetool.loaders.loader import BaseLoader
 
-__all__ = ["FixedEpochs", "require_one_epoch"]
+__all__ = ["FixedEpochs", "require_one_epoch", "wait_metrics"]
 
 T = TypeVar("T")
 
@@ -150,6 +151,17 @@ class FixedEpochs(Closing, Generic[T]):
             raise
         raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader has no batches")
 
+    def report(self) -> Report:
+        """Return where the time of the present pass went so far, or of the last one; as ``Loader.report()``.
+
+        Returns:
+            A :class:`~cachetool.loaders.waits.Report`.
+
+        Raises:
+            UsageError: No batch was delivered yet.
+        """
+        return self.loader.report()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of training as plain values: the state of the loader and the place in this epoch.
 
@@ -183,6 +195,14 @@ class FixedEpochs(Closing, Generic[T]):
         """Close the loader."""
         self._pass = self._progress = self._newest = None
         self.loader.close()
+
+
+def wait_metrics(loader: BaseLoader[Any] | FixedEpochs[Any]) -> dict[str, float]:
+    """Return the waits of a loader for a trainer's logger; nothing before its first batch."""
+    try:
+        return loader.report().metrics
+    except UsageError:
+        return {}
 
 
 def require_one_epoch(loader: BaseLoader[Any] | FixedEpochs[Any]) -> None:

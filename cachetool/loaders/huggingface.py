@@ -34,7 +34,7 @@ try:
 except ModuleNotFoundError as error:
     raise without("transformers", "huggingface", error) from None
 
-from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.fixed_epochs import FixedEpochs, wait_metrics
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.snapshots.resume import taken
 from cachetool.loaders.snapshots.waiting import say
@@ -257,6 +257,18 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
         self._iterated: _Ours | None = None
         """Loader of the training that is under way."""
         self._said_scheduled = False
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log figures, and beside those of training how long the epoch waited for data so far, and for what; the
+        Trainer calls this method.
+
+        Args:
+            logs: The figures of the Trainer.
+            *args: Other arguments of the Trainer.
+            **options: Other arguments of the Trainer.
+        """
+        waits = {} if self._iterated is None or "loss" not in logs else wait_metrics(self._iterated)
+        super().log({**logs, **waits}, *args, **options)
 
     def _state_callback(self) -> LoaderStateCallback | None:
         callbacks = self.callback_handler.callbacks

@@ -36,7 +36,7 @@ import numpy as np
 from cachetool.core.errors import UsageError, without
 from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Epoch
-from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.fixed_epochs import FixedEpochs, wait_metrics
 from cachetool.loaders.loader import BaseLoader
 from cachetool.proc.folders import make_missing, replacing
 
@@ -367,12 +367,16 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save the state if ``save_freq`` is ``"epoch"``; Keras calls this method.
+        """Save the state if ``save_freq`` is ``"epoch"``, and add the waits for data to the figures; Keras calls this
+        method.
 
         Args:
             epoch: Number of the epoch; not used.
-            logs: Figures of Keras; not used.
+            logs: Figures of Keras, which get those of ``loader.report().metrics`` for ``History`` and for the callbacks
+                that stand behind this one.
         """
+        if logs is not None:
+            logs.update(wait_metrics(self._dataset._loader))
         if self._every is None:
             self._save()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from cachetool.core.errors import CacheToolError, UsageError, without
 from cachetool.core.text import shown
-from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
+from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch, wait_metrics
 from cachetool.loaders.loader import BaseLoader, CacheOrPaths
 from cachetool.loaders.torch import Loader
 
@@ -103,6 +103,17 @@ class GrowthCallback(Callback):  # type: ignore[misc]
             pl_module: The model.
         """
         _forget_lengths(self._loaders)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log how long the epoch waited for data, and for what; Lightning calls this method.
+
+        The figures are those of ``loader.report().metrics``. Of several loaders those of the first are logged.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The model, whose ``log_dict`` is called.
+        """
+        pl_module.log_dict(wait_metrics(self._loaders[0]))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Let the next validation ask for its length; Lightning calls this method.

@@ -53,6 +53,13 @@ class Report:
         """Name of the main cause; None if nothing was late."""
         return main_cause(self.causes, self.seconds)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures for a logger: ``data_wait_seconds``, ``data_wait_share`` (0 to 1), and the seconds of each cause
+        that there was, such as ``data_wait_disk``."""
+        causes = {f"data_wait_{name}": seconds for name, seconds in self.causes.items()}
+        return {"data_wait_seconds": self.waited, "data_wait_share": self.share, **causes}
+
     def __str__(self) -> str:
         half, most, nearly_all = map(_short, self.longest)
         causes = ", ".join(f"{name} {_short(each)}" for name, each in self.causes.items())

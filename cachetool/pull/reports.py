@@ -54,6 +54,9 @@ class WorkerReports:
             self.came[worker] = message["arrived"]
             self.times[worker] = message["times"]
             return
+        if "times" in message:
+            self.times[worker] = message["times"]
+            return
         # Any other message shows that the worker continues, so its old reason must not stay on the screen.
         self.waiting.pop(worker, None)
         if "waiting" in message:
@@ -132,6 +135,8 @@ class PullNews:
 
 _NEWS = 5.0
 """Seconds between two notes of a pull."""
+_SILENT = 5
+"""Looks of the heartbeat without a change after which the times are told."""
 _PULSE = 1.0
 """Seconds between two looks of the heartbeat."""
 
@@ -148,13 +153,17 @@ class Heartbeat:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        said = (0, retries(), 0)
+        said, silent = (0, retries(), 0), 0
         while not self._stopped.wait(_PULSE):
             now = in_flight(), retries(), arrivals() - self._before
-            # Silent without a change: a pull that waits for hours for room must not write a line a second.
+            # A pull that waits for hours for room must not write a line a second, so without a change only the times
+            # are told, and those seldom.
             if now != said:
-                said = now
+                said, silent = now, 0
                 self._send()
+            elif (silent := silent + 1) % _SILENT == 0:
+                with contextlib.suppress(OSError):
+                    self._channel.send({"times": self._times.sums()})
 
     def _send(self) -> None:
         told = {"flying": in_flight(), "retries": retries(), "arrived": arrivals() - self._before}

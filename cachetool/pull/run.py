@@ -465,6 +465,9 @@ def _watched(
             return
         reports.add(worker, message)
         news.tell(reports)
+        # No progress: a worker tells for others what it waits for.
+        if message.keys() == {"times"}:
+            return
         fill.look()
         report(
             Progress(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cachetool.core.markup import Markup, element, joined
 from cachetool.report.axes import Axis
-from cachetool.report.markup import Markup, element, joined
 
 __all__ = ["legend", "share", "stacked", "steps"]
 

@@ -12,10 +12,10 @@ import os
 import time
 from importlib.metadata import version
 
+from cachetool.core.markup import Markup, element, joined
 from cachetool.core.text import counted
 from cachetool.core.units import format_size
 from cachetool.report import sections
-from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Figures, waiting
 
 __all__ = ["STYLE", "page"]

@@ -8,11 +8,11 @@ from typing import Any
 
 from cachetool.cache.history import MOST_EPOCHS
 from cachetool.cache.stats import newest_pass
-from cachetool.core.causes import main_cause
+from cachetool.core.causes import main_cause, sentence
+from cachetool.core.markup import Markup, element, joined
 from cachetool.core.text import EVICTED_FOR, counted
 from cachetool.core.units import format_duration, format_size
 from cachetool.report import axes, charts
-from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Bins, Figures
 
 __all__ = ["all_of"]
@@ -36,6 +36,7 @@ def all_of(figures: Figures) -> list[Markup]:
         _sizes(figures),
         _evictions(figures),
         _epochs(figures),
+        *([_causes(figures)] if any(row["causes"] for row in figures.history.epochs) else []),
         _epoch_samples(figures),
         _sources(figures),
         _datasets(figures),
@@ -170,6 +171,33 @@ def _epochs(figures: Figures) -> Markup:
     words = f"{counted(len(epochs), 'epoch')}, each from its start to its last batch; at most the newest {MOST_EPOCHS}."
     words += f" The time of {first} more is unknown." if first else ""
     return _section(title, _figure(chart, words, {name: colours[name] for name in used}))
+
+
+def _causes(figures: Figures) -> Markup:
+    """Return the chart of the waits of epochs by cause: the causes of most seconds, and all others together."""
+    epochs = [row for row in figures.history.epochs if row["causes"] is not None]
+    sums: dict[str, float] = {}
+    for row in epochs:
+        for cause, seconds in row["causes"].items():
+            sums[cause] = sums.get(cause, 0.0) + seconds
+    largest = sorted(sums, key=lambda cause: -sums[cause])[: len(_CAUSE_COLOURS) - 1]
+    used = {
+        cause: (colour, [row["causes"].get(cause, 0.0) for row in epochs])
+        for cause, colour in zip(largest, _CAUSE_COLOURS, strict=False)
+    }
+    if len(sums) > len(largest):
+        others = [sum(each for cause, each in row["causes"].items() if cause not in largest) for row in epochs]
+        used["other causes"] = _CAUSE_COLOURS[-1], others
+    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order in which they ended")
+    y = axes.seconds_axis(max(sum(row["causes"].values()) for row in epochs), "waits")
+    names = [f"{_who(row)}: {_waits(row)}" for row in epochs]
+    chart = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
+    last = epochs[-1]
+    words = f"Waits by cause. The last epoch: {sentence(last['causes'], last['seconds'] or 0.0)}."
+    return _section("Waits by cause", _figure(chart, words, {name: colour for name, (colour, _) in used.items()}))
+
+
+_CAUSE_COLOURS = ("orange", "blue", "violet", "green")
 
 
 def _epoch_samples(figures: Figures) -> Markup:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +145,54 @@ def test_a_text_file_is_written_as_a_whole(cache: CacheDir, tmp_path: Path) -> N
 def test_options_that_exclude_each_other_are_named(cache: CacheDir, tmp_path: Path) -> None:
     assert "cannot be used together" in run("--port", 0, "--textfile", tmp_path / "x", "--cache", cache.root).stderr
     assert "--once needs --textfile" in run("--once", "--cache", cache.root).stderr
+
+
+def test_opentelemetry_sends_to_the_address_of_the_environment(cache: CacheDir) -> None:
+    bodies: list[bytes] = []
+    came = threading.Event()
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+            came.set()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {
+            **os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "OTEL_METRIC_EXPORT_INTERVAL": "200",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "cachetool", "metrics", "--otel", "--cache", str(cache.root)]
+        with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
+            assert came.wait(60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        server.shutdown()
+    assert b"cachetool_used_bytes" in bodies[0]
+    assert b"cachetool_fetched_bytes" in bodies[0]
+
+
+def test_the_dashboard_of_the_examples_asks_for_metrics_that_exist(cache: CacheDir) -> None:
+    trainer = {
+        "pid": 1, "what": "t", "dataset": "d", "epoch": 2, "seconds": 1.5, "batches": 3, "waits": 2,
+        "longest": [0.1, 0.2, 0.3], "causes": {"disk": 0.25},
+    }  # fmt: skip
+    pull = {"pid": 2, "url": "s3://b", "dataset": "d", "samples": 1, "bytes": 5, "retries": 0, "causes": {"store": 2.0}}
+    eviction = {"dataset": "d", "reason": "room", "policy": "oldest", "shards": 1, "bytes": 1}
+    there = {
+        metric.name for metric in metrics(figures(cache, trainers=[trainer], pulling=[pull], evictions=[eviction]))
+    }
+    dashboard = json.loads((Path(__file__).parents[2] / "examples/grafana_dashboard.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"cachetool_\w+", target["expr"])
+    }
+    assert asked
+    assert asked <= there

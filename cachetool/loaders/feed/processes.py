@@ -148,6 +148,8 @@ class Processes:
         # lock.
         self.lock_pages(None)
         self.times.begun(begun.lacked)
+        # The first moments of an epoch are all waiting, and say nothing.
+        self._tell_at = time.monotonic() + _TOLD
         return begun
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None, ratios: Ratios = ((), ())) -> Begun:

@@ -70,19 +70,21 @@ class BatchTimes:
         if blocked < _BLOCKED:
             self.spent[COPY] += used + max(0, blocked)
             return
-        self.spent[COPY] += used
-        reads = _reads()
-        new, self._reads = reads - self._reads, reads
+        before, self._reads = self._reads, _reads()
+        new = self._reads[0] - before[0]
         step = PROCESSOR if not new else DISK if blocked > _SLOW * new else PAGES
-        self.spent[step] += blocked
+        # The kernel's own work of reading pages in is a part of it. Up to here little else was the kernel's.
+        kernel = min(used, self._reads[1] - before[1]) if new else 0
+        self.spent[COPY] += used - kernel
+        self.spent[step] += blocked + kernel
 
 
-def _reads() -> int:
-    """Return how often this thread has waited for the disk so far."""
+def _reads() -> tuple[int, int]:
+    """Return how often this thread has waited for the disk so far, and the nanoseconds that it spent in the kernel."""
     if _OF_THREAD is None:
-        return 0
+        return 0, 0
     usage = resource.getrusage(_OF_THREAD)
-    return usage.ru_majflt + usage.ru_inblock // _BLOCKS_OF_A_READ
+    return usage.ru_majflt + usage.ru_inblock // _BLOCKS_OF_A_READ, int(1e9 * usage.ru_stime)
 
 
 # ru_inblock counts 512 bytes. The kernel reads at least a page at a time, mostly much more.

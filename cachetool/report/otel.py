@@ -1,0 +1,58 @@
+"""The metrics of a cache for OpenTelemetry, sent by its SDK. Address, headers and interval come from the environment:
+``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_METRIC_EXPORT_INTERVAL`` and the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from cachetool.core.errors import without
+from cachetool.report.metrics import Metric, metrics
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.metrics import CallbackOptions, Observation
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+except ModuleNotFoundError as error:
+    raise without("opentelemetry", "otel", error) from None
+
+__all__ = ["sending"]
+
+
+@contextmanager
+def sending(look: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[[], None]]:
+    """Send the metrics of ``look()``, the dict form of ``Stats``, until the ``with`` block ends.
+
+    Yields a function that looks for metrics that were not there before; call it now and then.
+    """
+    provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
+    meter = provider.get_meter("cachetool")
+    known = set[str]()
+
+    def of(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def values(_: CallbackOptions) -> Iterable[Observation]:
+            found = {metric.name: metric for metric in metrics(look())}
+            metric = found.get(name)
+            return [] if metric is None else [Observation(value, labels) for labels, value in metric.values]
+
+        return values
+
+    def add(metric: Metric) -> None:
+        create = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+        create(metric.name.removesuffix("_total"), callbacks=[of(metric.name)], description=metric.help)
+
+    def again() -> None:
+        for metric in metrics(look()):
+            if metric.name not in known:
+                known.add(metric.name)
+                add(metric)
+
+    again()
+    try:
+        yield again
+    finally:
+        # Sends a last time.
+        provider.shutdown()
