@@ -37,6 +37,7 @@ from cachetool.pull.claims import Claims
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import source_id
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
+from cachetool.pull.step_times import StepTimes
 from cachetool.sources.order import PartOrder
 from cachetool.sources.registry import open_source
 from tests.cache.conftest import SCHEMA, put_shard
@@ -662,7 +663,17 @@ def test_a_pull_continues_when_one_of_its_parts_is_released(folder: Path, tmp_pa
             source=row.id, most=6,
         )  # fmt: skip
         plan = WorkerJob(
-            job, row.id, "default", get_format("lmdb"), cache.schema(), 2000, Room(), False, 1, FirstShard(None)
+            job,
+            row.id,
+            "default",
+            get_format("lmdb"),
+            cache.schema(),
+            2000,
+            Room(),
+            False,
+            1,
+            FirstShard(None),
+            StepTimes(),
         )
         claim = claims.take()
         assert isinstance(claim, draws.Claim)

@@ -41,7 +41,9 @@ def metrics(
     cache: CacheOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show the figures of the cache as metrics of Prometheus: fill, evictions, pulls, and waits of trainings by cause.
+    """Show the figures of the cache as metrics of Prometheus.
+
+    They are the fill, evictions, pulls, and the waits of trainings by cause.
 
     Without --port, --textfile and --otel, the metrics are printed once.
 

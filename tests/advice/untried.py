@@ -9,6 +9,7 @@ _RAY = "needs a cluster of Ray; "
 UNTRIED: dict[tuple[str, str], str] = {
     ("bench/samples.py", "no samples in the cache"): "half a minute; tests/cli/test_bench.py measures files (soak)",
     ("cli/demo.py", ""): "ten seconds of processors each; tests/cli/test_demo.py runs both ways",
+    ("cli/metrics.py", ""): "tests/report/test_metrics.py makes the messages",
     ("cli/nodes.py", "every node writes files"): _RAY + "tests/ray/test_advice.py follows it",
     ("cli/nodes.py", "convert INPUT --on ray"): _RAY + "tests/ray/test_advice.py follows it",
     ("cli/nodes.py", "run: cachetool verify --repair"): _RAY + "tests/ray/test_advice.py follows it",
@@ -20,6 +21,7 @@ UNTRIED: dict[tuple[str, str], str] = {
     ("cluster/verbs.py", "no node has a cache"): _RAY + "tests/ray/test_advice.py follows it",
     ("cluster/verbs.py", "nodes {} and {} share"): _RAY + "tests/ray/test_advice.py follows it",
     ("conversion/to_files.py", "{} does not see {}, the folder"): _RAY + "tests/ray/test_convert.py makes the message",
+    ("core/causes.py", ""): "what helps against slowness; tests/check/test_live.py makes the sentences",
     ("core/nodes.py", "a node is called"): _RAY + "advises how to start one",
     ("formats/tfrecord_package.py", "the tfrecord package"): "would change what is installed here",
     ("loaders/feed/cf.py", ""): "tests/loaders/test_cf.py makes the messages",

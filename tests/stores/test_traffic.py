@@ -9,6 +9,7 @@ import pytest
 
 from cachetool.pull import reports
 from cachetool.pull.reports import WorkerReports
+from cachetool.pull.step_times import StepTimes
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
 from tests.servers import Scripted, scripted_server
@@ -58,17 +59,19 @@ def test_a_worker_reports_changes_while_no_samples_arrive_and_is_silent_without_
 
     class Channel:
         def send(self, message: dict[str, Any]) -> None:
-            told.append(message)
-            (first if message["flying"] else last).set()
+            # Times of steps are told now and then, and shown nowhere at once.
+            if "flying" in message:
+                told.append(message)
+                (first if message["flying"] else last).set()
 
     monkeypatch.setattr(reports, "_PULSE", 0.001)
-    pulse = reports.Heartbeat(Channel())
+    pulse = reports.Heartbeat(Channel(), StepTimes())
     with traffic.flying():
         assert first.wait(60)
     assert last.wait(60)
-    pulse.stop()
-
     assert [message["flying"] for message in told] == [1, 0]
+    pulse.stop()
+    assert [message["flying"] for message in told] == [1, 0, 0]
 
 
 def test_received_bytes_are_reported_before_their_samples_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +82,12 @@ def test_received_bytes_are_reported_before_their_samples_are_decoded(monkeypatc
     class Channel:
         def send(self, message: dict[str, Any]) -> None:
             told.append(message)
-            if message["arrived"] == 700:
+            if message.get("arrived") == 700:
                 all_there.set()
 
     monkeypatch.setattr(reports, "_PULSE", 0.001)
     traffic.arrived(1_000_000)
-    pulse, tally = reports.Heartbeat(Channel()), WorkerReports()
+    pulse, tally = reports.Heartbeat(Channel(), StepTimes()), WorkerReports()
     traffic.arrived(500)
     traffic.arrived(200)
     assert all_there.wait(60)
@@ -92,7 +95,7 @@ def test_received_bytes_are_reported_before_their_samples_are_decoded(monkeypatc
 
     for message in told:
         tally.add(0, message)
-    tally.add(1, {"flying": 1, "retries": 0, "arrived": 300})
+    tally.add(1, {"flying": 1, "retries": 0, "arrived": 300, "times": {}})
     assert (tally.moved, tally.fetched, tally.came) == (1000, 0, {0: 700, 1: 300})
     tally.add(1, {"fetched": 5000, "samples": 1})
     assert tally.moved == 5000
