@@ -43,7 +43,8 @@ HEAVY = {
     "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"formats.tfrecord_package"},
     "crc32c": {"formats", "sources.tfrecord"},  # checksums of TFRecord frames and of Zarr's shard index
-    "tensorflow": {"loaders.tensorflow"},
+    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_loader"},
+    "opentelemetry": {"report.otel"},
     "jax": {"loaders.jax"},
     "lightning": {"loaders.lightning"},
     "pytorch_lightning": {"loaders.lightning"},

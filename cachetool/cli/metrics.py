@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cachetool.cli.options import CacheOption, QuietOption
+from cachetool.cli.options import CacheOption, JsonOption, QuietOption
 from cachetool.cli.output import Output
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.proc.disk import parse_location
@@ -39,6 +39,7 @@ def metrics(
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Write --textfile once and end.")] = False,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Show the figures of the cache as metrics of Prometheus.
@@ -61,7 +62,9 @@ def metrics(
         raise UsageError(f"{' and '.join(several)} cannot be used together; run the command once for each")
     if once and textfile is None:
         raise UsageError("--once needs --textfile")
-    out = Output(as_json=False, quiet=quiet)
+    if as_json and any(ways.values()):
+        raise UsageError("--json prints the metrics once; leave out --port, --textfile and --otel")
+    out = Output(as_json=as_json, quiet=quiet)
     with open_cache(cache, create=False, notify=out.note) as opened:
         # Ctrl-C is the way to end these, so it is no error.
         try:
@@ -71,6 +74,8 @@ def metrics(
                 _write(opened, Path(parse_location(textfile, what="--textfile")), out, once=once)
             elif otel:
                 _send(opened, out)
+            elif as_json:
+                out.document(_document(opened))
             else:
                 for line in _page(opened).splitlines():
                     out.line(line)
@@ -82,6 +87,19 @@ def _page(cache: CacheDir) -> str:
     from cachetool.report.metrics import metrics, text
 
     return text(metrics(cache.stats().as_dict()))
+
+
+def _document(cache: CacheDir) -> dict[str, Any]:
+    from cachetool.report.metrics import metrics
+
+    return {
+        metric.name: {
+            "kind": metric.kind,
+            "help": metric.help,
+            "values": [{"labels": labels, "value": value} for labels, value in metric.values],
+        }
+        for metric in metrics(cache.stats().as_dict())
+    }
 
 
 def _serve(cache: CacheDir, host: str, port: int, out: Output) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import cachetool
 from cachetool.cache.history import history_of
@@ -93,7 +92,8 @@ def test_waiting_for_samples_is_divided_into_store_throttling_and_decoding() -> 
     assert [times.fetched(found) for _ in range(4)] == [1, 2, 3, None]
     spent = times.sums()
     for step in ("store", "decode", "throttling"):
-        assert spent[step] == pytest.approx(0.2, abs=0.1)
+        # Later on a busy machine.
+        assert spent[step] >= 0.15
     with times.at("write"):
         assert times.sums()["write"] > 0
 
