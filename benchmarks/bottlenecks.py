@@ -1,5 +1,5 @@
 """Ten bottlenecks, injected one after another, and the names that the report of the loader or of the pull, the metrics
-and ``doctor --live`` give them: ``python benchmarks/bottlenecks.py FOLDER``. It takes three minutes.
+and ``doctor --live`` give them: ``python benchmarks/bottlenecks.py FOLDER``. It takes some minutes.
 
 A slow disk needs root and cgroups of version 1. FOLDER must be on a disk, not in memory.
 """
