@@ -378,7 +378,9 @@ def _read(layout: Layout) -> History:
         if _epoch_is_sound(row)
     ]
     # The newest row of a process tells whether an epoch of it is under way.
-    newest = {row["pid"]: row for row in epochs if row["pid"] is not None}
+    # By time: a file that was written anew has the rows of running epochs last.
+    in_time = sorted(epochs, key=lambda row: float(row["ended"]))
+    newest = {row["pid"]: row for row in in_time if row["pid"] is not None}
     running = [row for row in newest.values() if row["running"]]
     ended = [{name: row[name] for name in row if name != "running"} for row in epochs if not row["running"]]
     return History(sorted(points, key=lambda row: float(row["at"])), ended[-MOST_EPOCHS:], running, [*pulls.values()])

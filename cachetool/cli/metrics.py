@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["metrics"]
 
 _EVERY = 15.0
-"""Seconds between two writings of a text file."""
+"""Seconds between two writings of a text file, and between two looks for new metrics with ``--otel``."""
 
 
 def metrics(

@@ -229,20 +229,20 @@ def _near(weight: float, least: float) -> Fraction | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(ratio: Shares) -> tuple[Int64s, Int64s]:
-    """Return group and number of the draw within the group for each draw of a period, both (period,)."""
+def _table(ratio: Shares) -> Int64s:
+    """Return the group of each draw of a period, (period,)."""
     counts = np.array(ratio, dtype=np.int64)
     groups = np.repeat(np.arange(len(counts)), counts)
-    ends = np.cumsum(counts)
-    draws = np.arange(len(groups)) - np.repeat(ends - counts, counts)
+    draws = _counted(groups, len(counts))
     # Draw j of a group stands where an even distribution puts it. Stable, so that equal groups come in their order.
     at = np.argsort((draws + 0.5) / counts[groups], kind="stable")
-    return groups[at], draws[at]
+    table: Int64s = groups[at]
+    return table
 
 
 def drawn(ratio: Shares, draws: int) -> Int64s:
     """Return how many of the first ``draws`` draws each group has, (groups,)."""
-    table = _table(ratio)[0]
+    table = _table(ratio)
     periods, more = divmod(draws, len(table))
     counts: Int64s = periods * np.array(ratio, dtype=np.int64) + np.bincount(table[:more], minlength=len(ratio))
     return counts
@@ -252,7 +252,7 @@ def length_of(ratio: Shares, group: int, items: int) -> int:
     """Return a number of draws of which ``group`` has ``items``, the nearest to the ratio. The group takes part."""
     if items == 0:
         return 0
-    table = _table(ratio)[0]
+    table = _table(ratio)
     at = np.flatnonzero(table == group)
 
     def place(draw: int) -> int:
@@ -474,7 +474,7 @@ class MixedOrder:
         self._orders: dict[tuple[int, int], EpochOrder | Permutation] = {}
         cells = -(-samples // batch)
         """Number of draws of the ratio."""
-        table = _table(ratio)[0]
+        table = _table(ratio)
         periods = -(-_REPEATED // len(table))
         self._turn = periods * len(table)
         """Draws after which the shuffled sequence of groups repeats."""

@@ -51,16 +51,13 @@ def batches_of(loader: Batches, *, repeat: bool, element: Callable[[dict[str, An
     signature = {name: _spec(column, static=name not in padded) for name, column in first.items()}
     del first
 
-    def batches() -> Iterator[dict[str, Any]]:
-        # What is left of a resumed epoch is followed by batches of the next one, because TensorFlow and Keras keep the
-        # number of steps.
-        while isinstance(loader, FixedEpochs):
-            yield from loader
-        yield from loader
-
     def epoch() -> Iterator[dict[str, Any]]:
-        count = 0
-        for batch in itertools.islice(batches(), len(loader) if isinstance(loader, FixedEpochs) else None):
+        batches, count = iter(loader), 0
+        if isinstance(loader, FixedEpochs):
+            # What is left of a resumed epoch is followed by batches of the next one, because TensorFlow and Keras keep
+            # the number of steps.
+            batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), len(loader))
+        for batch in batches:
             count += 1
             yield {name: _tensor(column) for name, column in batch.items()}
             # The loader may use the memory of this batch for the next one.

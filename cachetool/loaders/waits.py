@@ -129,8 +129,8 @@ class EpochTimes:
 
     def report(self, epoch: int, batches: int) -> Report:
         """Return what is known so far."""
-        told = self.delivered(batches)
-        return Report(epoch, told.seconds, batches, len(self._waits), self._waited, self.longest(), told.causes or {})
+        seconds = time.monotonic() - self._began
+        return Report(epoch, seconds, batches, len(self._waits), self._waited, self.longest(), self.causes())
 
 
 def _processors() -> int:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ except ModuleNotFoundError as error:
 
 __all__ = ["sending"]
 
+_SAME = 1.0
+"""Seconds for which one look at the catalog is used."""
+
 
 @contextmanager
 def sending(look: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[[], None]]:
@@ -31,11 +35,18 @@ def sending(look: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[[], None
     provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
     meter = provider.get_meter("cachetool")
     known = set[str]()
+    seen: tuple[float, dict[str, Metric]] = 0.0, {}
+
+    def found() -> dict[str, Metric]:
+        # The SDK asks for one metric after another. One look at the catalog serves all of them.
+        nonlocal seen
+        if not seen[1] or time.monotonic() - seen[0] > _SAME:
+            seen = time.monotonic(), {metric.name: metric for metric in metrics(look())}
+        return seen[1]
 
     def of(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def values(_: CallbackOptions) -> Iterable[Observation]:
-            found = {metric.name: metric for metric in metrics(look())}
-            metric = found.get(name)
+            metric = found().get(name)
             return [] if metric is None else [Observation(value, labels) for labels, value in metric.values]
 
         return values
@@ -45,7 +56,7 @@ def sending(look: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[[], None
         create(metric.name.removesuffix("_total"), callbacks=[of(metric.name)], description=metric.help)
 
     def again() -> None:
-        for metric in metrics(look()):
+        for metric in found().values():
             if metric.name not in known:
                 known.add(metric.name)
                 add(metric)

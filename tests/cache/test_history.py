@@ -154,6 +154,19 @@ def test_epochs_are_appended_and_a_line_that_a_full_disk_cut_off_is_left_out(cac
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "no new file, time of the point"
 
 
+def test_an_epoch_that_ended_is_not_running_after_the_file_was_written_anew(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    told = Delivered(6.0, 7, 3, 0.5, None, {"disk": 0.5}, (0.1, 0.2, 0.3))
+    history.write_running(cache.layout, told, dataset="default", pid=cache.holder.pid, epoch=0)
+    assert [row["epoch"] for row in history_of(cache.layout).running] == [0]
+    # A point is due, so the file is written anew.
+    os.utime(cache.layout.history, (0, 0))
+    assert len(history_of(cache.layout).running) == 1
+    epoch(cache, told)
+    assert history_of(cache.layout).running == []
+    assert [row["causes"] for row in history_of(cache.layout).epochs] == [{"disk": 0.5}]
+
+
 def test_invalid_rows_are_left_out(cache: CacheDir, put: Put) -> None:
     put(50_000)
     epoch(cache)

@@ -66,8 +66,11 @@ class MixedSubscription:
             told.add(root)
 
     def under_way(self, delivered: Delivered, *, epoch: int) -> None:
-        """See :class:`Leases`. The times are noted once, for the first dataset."""
-        self._members[0].under_way(delivered, epoch=epoch)
+        """See :class:`Leases`. The times are noted once, for the first dataset of a cache."""
+        for one in self._members:
+            if isinstance(one, CacheSubscription):
+                one.under_way(delivered, epoch=epoch)
+                return
 
     def release(self, *, unread: bool = False) -> None:
         """See :class:`Leases`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,20 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from cachetool import CacheToolError
 from cachetool.cache import open_cache
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.numpy import Loader, Pad
 from cachetool.loaders.tensorflow import make_dataset
 from cachetool.loaders.torch import Loader as TorchLoader
 from tests.loaders.numbered import EVERY, leases, put, put_samples, sample
-from tests.loaders.scripts.tensorflow_growth import plain
+from tests.loaders.scripts.tensorflow_growth import plain, refused
 
 SCHEMA = Schema((Field("__key__", "str"), Field("n", "<i8"), Field("label", "<i4"), Field("x", "<f4", (3,))))
 
 
 def one(number: int) -> dict[str, Any]:
     return {"__key__": f"key{number}", "n": number, "label": number % 4, "x": np.full(3, number, np.float32)}
-
-
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (CacheToolError, tf.errors.OpError) as error:
-        return str(error)
-    return ""
 
 
 def numbers(batches: Any) -> list[int]:
