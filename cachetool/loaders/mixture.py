@@ -153,7 +153,7 @@ class Mixture:
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
 
 
-_PERIOD, _LONGEST_PERIOD = 2**16, 2**20
+_PERIOD, _LONGEST_PERIOD = 2**17, 2**20
 """Most draws of a period of rounded weights, and the same for weights of which some are tiny beside others."""
 MOST_DRAWS = 2**24
 """Most draws of a period: of many groups of equal weights each has one."""
